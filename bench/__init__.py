@@ -1,0 +1,1 @@
+"""Measurements of sparse_attn: ``python -m bench --help``."""

@@ -1,0 +1,41 @@
+"""The backends that ship with the package: one row each. Rows are data; no backend is imported by reading them."""
+
+from __future__ import annotations
+
+from ..contract import BackendSpec, Requirement
+
+BUILTIN: tuple[BackendSpec, ...] = (
+    BackendSpec(
+        name="reference",
+        target="sparse_attn.backends.reference:backend",
+        architectures=("*",),
+    ),
+    BackendSpec(
+        name="triton",
+        target="sparse_attn.backends.triton_cuda:backend",
+        architectures=("sm*",),
+        requires=(Requirement("triton", minimum="3.2"),),
+        install="pip install 'sparse_attn[triton]'",
+    ),
+    BackendSpec(
+        name="tilelang",
+        target="sparse_attn.backends.tilelang_hopper:backend",
+        architectures=("sm90",),
+        requires=(Requirement("tilelang", minimum="0.1.9"),),
+        install="pip install 'sparse_attn[tilelang]'",
+    ),
+    BackendSpec(
+        name="triton_ascend",
+        target="sparse_attn.backends.triton_ascend:backend",
+        architectures=("ascend910b",),
+        requires=(Requirement("triton", minimum="3.2", distribution="triton-ascend"), Requirement("torch_npu")),
+        install="pip install 'sparse_attn[ascend]', in an environment without the package triton, whose files it shares",
+    ),
+    BackendSpec(
+        name="torch_npu",
+        target="sparse_attn.backends.torch_npu:backend",
+        architectures=("ascend910b",),
+        requires=(Requirement("torch_npu"),),
+        install="pip install torch-npu, in the release that matches torch and CANN",
+    ),
+)

@@ -1,0 +1,177 @@
+"""The reference: what the operator means, in plain torch, fp32 inside, on any device.
+
+Every other backend is validated against it, so it has to be obviously right first, and then fast and small enough to
+validate at real sizes. Of the two obvious forms it takes the dense one, in tiles: all scores of a few queries against every
+key up to the last of them, with the unselected ones masked out. Gathering the selected keys instead would copy
+``topk * block_size`` keys for every query (550 GB in fp32 at 8192 keys, 64 blocks of 64 and 2 x 4 heads), where the
+dense form reads each key once per tile and leaves the arithmetic to a matrix product. It does more
+arithmetic than needed for sparse selections; docs/performance.md has its times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import Problem
+
+# fp32 scores held at a time. The softmax needs about three buffers of that size: under 1 GiB in all.
+_TILE_BYTES = 256 * 2**20
+
+
+class Reference:
+    """Supports every valid problem, with a backward pass."""
+
+    def unsupported(self, problem: Problem) -> Sequence[str]:
+        return ()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor,
+        block_size: int,
+        sm_scale: float,
+        q_offset: int,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        B, Hq, N, _ = q.shape
+        out = q.new_zeros(B, Hq, N, v.shape[3])
+        lse = q.new_full((B, Hq, N), -torch.inf, dtype=torch.float32)
+        with _plain_fp32(q.device.type):
+            for tile in _tiles(q, k, v, index, block_size, sm_scale, q_offset):
+                tile_lse = tile.scores.logsumexp(-1)
+                p = _probabilities(tile.scores, tile_lse)
+                out[tile.b, :, tile.rows] = tile.ungroup(p @ tile.v).to(out.dtype)
+                lse[tile.b, :, tile.rows] = tile.ungroup(tile_lse)
+        return out, lse if return_lse else None
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor,
+        block_size: int,
+        sm_scale: float,
+        q_offset: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients as in FlashAttention-2 (Dao 2023, section 3.1), with the lse's own gradient added to the scores'.
+
+        ``p`` is recomputed from lse; sum(dp * p) is taken in fp32 rather than from the rounded ``out``.
+        """
+        dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        with _plain_fp32(q.device.type):
+            for tile in _tiles(q, k, v, index, block_size, sm_scale, q_offset):
+                b, rows, keys = tile.b, tile.rows, tile.keys
+                p = _probabilities(tile.scores, tile.group(lse[b, :, rows]))
+                do = tile.group(grad_out[b, :, rows].float())
+                dv[b, :, keys] += p.mT @ do
+                dp = do @ tile.v.mT
+                ds = dp - (dp * p).sum(-1, keepdim=True)
+                if grad_lse is not None:
+                    ds += tile.group(grad_lse[b, :, rows])[..., None]
+                ds *= p
+                dq[b, :, rows] = tile.ungroup(ds @ tile.k * sm_scale).to(dq.dtype)
+                dk[b, :, keys] += ds.mT @ tile.q
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+backend = Reference()
+
+
+class _Tile(NamedTuple):
+    """A run of queries of one batch entry against every key up to the last of them, all heads, in fp32.
+
+    The ``g`` heads of a group and the ``n`` queries share one axis of ``g * n`` rows: q ``[Hk, g*n, D]`` (scaled), k
+    ``[Hk, m, D]``, v ``[Hk, m, Dv]``, scores ``[Hk, g*n, m]`` with -inf where a key is not seen.
+    """
+
+    b: int
+    rows: slice
+    keys: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+
+    def group(self, x: Tensor) -> Tensor:
+        """``[Hq, n, ...]`` -> ``[Hk, g*n, ...]``."""
+        return x.reshape(self.k.shape[0], -1, *x.shape[2:])
+
+    def ungroup(self, x: Tensor) -> Tensor:
+        """``[Hk, g*n, ...]`` -> ``[Hq, n, ...]``."""
+        return x.reshape(-1, self.rows.stop - self.rows.start, *x.shape[2:])
+
+
+def _tiles(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int
+) -> Iterator[_Tile]:
+    """Cut the problem into tiles. Queries that stand before the first key are in none: they see nothing."""
+    B, Hq, N, _ = q.shape
+    Hk, M = k.shape[1:3]
+    step = max(1, _TILE_BYTES // (4 * Hq * max(M, 1)))
+    for b in range(B):
+        for start in range(0, N, step):
+            rows = slice(start, min(start + step, N))
+            keys = slice(0, max(0, min(M, rows.stop + q_offset)))
+            if keys.stop == 0:
+                continue
+            seen = _seen(index[b, :, rows], block_size, rows, keys, M, q_offset)
+            # A key that no query sees may hold NaN, and 0 * NaN is NaN: it must not reach a product.
+            unseen = ~seen.any(1)[..., None]
+            tile_k = k[b, :, keys].float().masked_fill(unseen, 0)
+            tile_v = v[b, :, keys].float().masked_fill(unseen, 0)
+            tile_q = (q[b, :, rows].float() * sm_scale).reshape(Hk, -1, q.shape[3])
+            scores = tile_q @ tile_k.mT
+            scores.unflatten(1, (Hq // Hk, -1)).masked_fill_(~seen[:, None], -torch.inf)
+            yield _Tile(b, rows, keys, tile_q, tile_k, tile_v, scores)
+
+
+def _seen(index: Tensor, block_size: int, rows: slice, keys: slice, M: int, q_offset: int) -> Tensor:
+    """The definition of the operator: does query i (a row) see key j? ``index`` ``[Hk, n, topk]`` -> ``[Hk, n, m]``."""
+    Hk, n, _ = index.shape
+    num_blocks = -(-M // block_size)
+    valid = (index >= 0) & (index < num_blocks)
+    # A set of blocks for each query; ids that mean nothing go to one more column, cut off below.
+    selected = torch.zeros(Hk, n, num_blocks + 1, dtype=torch.bool, device=index.device)
+    selected.scatter_(2, torch.where(valid, index, num_blocks).long(), True)
+    j = torch.arange(keys.start, keys.stop, device=index.device)
+    i = torch.arange(rows.start, rows.stop, device=index.device)
+    return selected[..., j // block_size] & (j <= i[:, None] + q_offset)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """``exp(scores - lse)``, in place of the scores; 0 in a row that sees nothing, where both are -inf."""
+    return scores.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+
+
+# --- fp32 that is fp32, whatever the process has asked for -----------------------------------------------------------
+
+_precision_lock = threading.Lock()
+
+
+@contextmanager
+def _plain_fp32(device_type: str) -> Iterator[None]:
+    """Switch off autocast and TF32 for a while. The TF32 switch belongs to the process: hence the lock."""
+    with ExitStack() as stack:
+        if torch.amp.is_autocast_available(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(_precision_lock)
+        before = torch.get_float32_matmul_precision()
+        if before != "highest":
+            stack.callback(torch.set_float32_matmul_precision, before)
+            torch.set_float32_matmul_precision("highest")
+        yield

@@ -1,0 +1,19 @@
+"""Which backend is tried first on which architecture: a table, nothing else.
+
+The first row whose pattern matches ``Device.arch`` counts. The order within a row is the order of measured speed on that
+architecture; docs/performance.md has the measurements. Backends that a row does not name (plugins) come
+after those it does and before the fallback, which is always last: a plugin is never preferred by being installed.
+"""
+
+# What is left when nothing made for the device can run a call; never the better choice on an accelerator.
+FALLBACK = "reference"
+
+PREFERENCE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sm80", ("triton", FALLBACK)),
+    ("sm90", ("tilelang", "triton", FALLBACK)),
+    ("sm*", ("triton", FALLBACK)),
+    # The order of these two is by argument until a 910B has run them: a kernel made for the operator reads each block
+    # once for several queries, the fused operator once per query.
+    ("ascend910b", ("triton_ascend", "torch_npu", FALLBACK)),
+    ("*", (FALLBACK,)),
+)

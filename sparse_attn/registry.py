@@ -1,0 +1,299 @@
+"""The table of backends, and the choice among them.
+
+``select`` is on the path of every call: for a problem seen before it is one dictionary look-up. Everything slower (imports,
+reasons, plugins) happens when a problem is new.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import NamedTuple
+
+from . import explain
+from .backends import BUILTIN
+from .contract import Backend, BackendSpec, Device, Problem
+from .errors import BackendUnavailableError, FallbackWarning, PluginWarning, UnknownBackendError
+from .preference import FALLBACK, PREFERENCE
+
+ENVIRONMENT_VARIABLE = "SPARSE_ATTN_BACKEND"
+ENTRY_POINT_GROUP = "sparse_attn.backends"
+_AUTO = "auto"
+
+
+class Override(NamedTuple):
+    """A backend that somebody asked for by name, and the words in which they did, for messages."""
+
+    name: str
+    source: str
+
+
+class Selection(NamedTuple):
+    """The outcome of a choice: ``skipped`` has the backends tried before ``name``, with their reasons against."""
+
+    name: str
+    backend: Backend
+    skipped: dict[str, tuple[str, ...]]
+    warning: str | None
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+_specs: dict[str, BackendSpec] = {spec.name: spec for spec in BUILTIN}
+
+
+def register_backend(spec: BackendSpec) -> None:
+    """Announce a backend at run time. Packages announce theirs with an entry point in ``sparse_attn.backends``.
+
+    Raises:
+        TypeError: if ``spec`` is not a :class:`BackendSpec`.
+        ValueError: if the name is taken by another backend.
+    """
+    if not isinstance(spec, BackendSpec):
+        raise TypeError(f"spec must be a BackendSpec, got {type(spec).__name__}")
+    if _specs.get(spec.name, spec) != spec:
+        raise ValueError(f"the backend name {spec.name!r} is taken by {_specs[spec.name].target}")
+    _specs[spec.name] = spec
+    _forget()
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend out of the table again, e.g. one that a test announced."""
+    _specs.pop(name, None)
+    _forget()
+
+
+def backend_specs() -> dict[str, BackendSpec]:
+    """Every known backend by name: those that ship, then plugins."""
+    _load_plugins()
+    return dict(_specs)
+
+
+def _forget() -> None:
+    select.cache_clear()
+    _missing.cache_clear()
+    _load.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _load_plugins() -> None:
+    from importlib.metadata import entry_points  # scans every installed distribution: not at import
+
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            register_backend(entry_point.load())
+        except Exception as error:  # a third party's code: whatever it raises must not break this package
+            warnings.warn(
+                explain.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}"), PluginWarning, stacklevel=2
+            )
+
+
+# --- reasons, cheapest first ----------------------------------------------------------------------------------------
+
+
+def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
+    """Say why the backend ``name`` cannot run ``problem``; empty means that it can.
+
+    Asked in order, up to the first level that fails: architecture, packages, import, inputs.
+    """
+    spec = _specs[name]
+    missing = _missing(spec, problem.device)
+    if missing:
+        return (missing,)
+    backend = _load(spec)
+    if isinstance(backend, str):
+        return (backend,)
+    reasons = tuple(backend.unsupported(problem))
+    if problem.needs_grad and not hasattr(backend, "backward"):
+        reasons += (explain.no_backward(),)
+    return reasons
+
+
+@lru_cache(maxsize=None)
+def _missing(spec: BackendSpec, device: Device) -> str | None:
+    if not any(fnmatchcase(device.arch, pattern) for pattern in spec.architectures):
+        return explain.wrong_architecture(spec, device)
+    if not _module_exists(spec.module):
+        return explain.not_in_this_release(spec)
+    for requirement in spec.requires:
+        if not _module_exists(requirement.module):
+            return explain.package_missing(spec, requirement)
+        version = _installed_version(requirement.distribution or requirement.module)
+        if requirement.minimum and version and _release(version) < _release(requirement.minimum):
+            return explain.package_too_old(spec, requirement, version)
+    return None
+
+
+@lru_cache(maxsize=None)
+def _load(spec: BackendSpec) -> Backend | str:
+    try:
+        backend = getattr(importlib.import_module(spec.module), spec.target.partition(":")[2])
+    except Exception as error:  # a broken install raises anything (OSError for a library, RuntimeError for a driver)
+        return explain.import_failed(spec, error)
+    return backend if isinstance(backend, Backend) else explain.not_a_backend(spec, backend)
+
+
+def _module_exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent that is absent or broken; a module without __spec__
+        return False
+
+
+def _installed_version(distribution: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # e.g. a nightly under another name: let the import decide
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: ``"3.6.0+git1"`` -> ``(3, 6, 0)``."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+_override: ContextVar[Override | None] = ContextVar("sparse_attn_override", default=None)
+_last: ContextVar[str | None] = ContextVar("sparse_attn_last_backend", default=None)
+
+
+def current_override() -> Override | None:
+    """What the caller asked for: ``use_backend`` first, then the environment variable; None for the automatic choice."""
+    override = _override.get()
+    if override is None:
+        value = os.environ.get(ENVIRONMENT_VARIABLE)
+        if not value:
+            return None
+        override = Override(value.strip(), f"{ENVIRONMENT_VARIABLE}={value}")
+    return None if override.name in ("", _AUTO) else override
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the calls inside on the backend ``name``, whatever ``SPARSE_ATTN_BACKEND`` says; ``"auto"`` for the table.
+
+    Holds for the current thread or asynchronous task. A call that the backend cannot run raises
+    :class:`BackendUnavailableError`: nothing else is tried.
+
+    Raises:
+        UnknownBackendError: if no backend has that name.
+    """
+    override = Override(name, f"use_backend({name!r})")
+    if name != _AUTO:
+        _check_known(override)
+    with override_as(override):
+        yield
+
+
+@contextmanager
+def override_as(override: Override | None) -> Iterator[None]:
+    """Put back what ``current_override`` returned elsewhere, e.g. in another thread; None is the automatic choice."""
+    token = _override.set(override or Override(_AUTO, _AUTO))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@lru_cache(maxsize=4096)  # bounded: a server sees a new M at every decoding step
+def select(problem: Problem, override: Override | None = None) -> Selection:
+    """Choose the backend that runs ``problem``.
+
+    Raises:
+        UnknownBackendError: if ``override`` names no backend.
+        BackendUnavailableError: if the backend of ``override`` cannot run ``problem``, or no backend can.
+    """
+    _load_plugins()
+    if override is not None:
+        _check_known(override)
+        reasons = reasons_against(override.name, problem)
+        if reasons:
+            raise BackendUnavailableError(explain.forced_unavailable(override.name, override.source, reasons))
+        return Selection(override.name, _loaded(override.name), {}, None)
+
+    skipped: dict[str, tuple[str, ...]] = {}
+    for name in candidates(problem.device):
+        reasons = reasons_against(name, problem)
+        if not reasons:
+            return Selection(name, _loaded(name), skipped, _warning(name, problem.device, skipped))
+        skipped[name] = reasons
+    raise BackendUnavailableError(explain.none_available(problem.device, skipped))
+
+
+def candidates(device: Device) -> tuple[str, ...]:
+    """Names of the backends that the automatic choice tries on ``device``, in order."""
+    row = next(names for pattern, names in PREFERENCE if fnmatchcase(device.arch, pattern))
+    builtin = {spec.name for spec in BUILTIN}
+    plugins = [
+        name
+        for name, spec in _specs.items()
+        if name not in builtin and any(fnmatchcase(device.arch, pattern) for pattern in spec.architectures)
+    ]
+    return (*(name for name in row if name != FALLBACK), *plugins, FALLBACK)
+
+
+def explanation(problem: Problem) -> explain.Explanation:
+    """Say what would run ``problem`` under the current override, and why not each of the others."""
+    _load_plugins()
+    order = dict.fromkeys((*candidates(problem.device), *_specs))
+    reasons = {name: reasons_against(name, problem) for name in order}
+    override = current_override()
+    how = override.source if override else f"automatic choice for {problem.device.arch}"
+    try:
+        chosen = select(problem, override).name
+    except BackendUnavailableError:
+        chosen = None
+    return explain.Explanation(chosen, how, problem.device, reasons)
+
+
+def last_backend() -> str | None:
+    """Name of the backend that ran the latest forward call of this thread or task; None before the first."""
+    return _last.get()
+
+
+def record(selection: Selection) -> None:
+    """Remember that ``selection`` runs now, and say so if it is a fallback."""
+    _last.set(selection.name)
+    if selection.warning is not None:
+        _warn_once(selection.warning)
+
+
+@lru_cache(maxsize=None)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, FallbackWarning, stacklevel=2)
+
+
+def _warning(name: str, device: Device, skipped: dict[str, tuple[str, ...]]) -> str | None:
+    if name == FALLBACK and device.type != "cpu":
+        return explain.slow_fallback(device, skipped)
+    broken = {other: why for other, why in skipped.items() if _is_broken(other, device)}
+    return explain.broken_install(name, device, broken) if broken else None
+
+
+def _is_broken(name: str, device: Device) -> bool:
+    """Everything it needs is installed, and yet it cannot be imported."""
+    spec = _specs[name]
+    return _missing(spec, device) is None and isinstance(_load(spec), str)
+
+
+def _loaded(name: str) -> Backend:
+    backend = _load(_specs[name])
+    assert not isinstance(backend, str)  # no reasons were found against it
+    return backend
+
+
+def _check_known(override: Override) -> None:
+    if override.name not in backend_specs():
+        raise UnknownBackendError(explain.unknown_backend(override.name, override.source, list(_specs)))
