@@ -46,20 +46,22 @@ def dense_attention(
     scale = D**-0.5 if sm_scale is None else sm_scale
     rows = torch.arange(N, device=q.device) if rows is None else rows
     q, index = q[:, :, rows], index[:, :, rows]
-    outs, lses = [], []
+    n, Dv = rows.numel(), v.shape[3]
+    out = q.new_zeros(B, Hq, n, Dv, dtype=dtype)
+    lse = q.new_zeros(B, Hq, n, dtype=torch.float64)
     for b in range(B):
         for h in range(Hk):
+            heads = slice(h * g, (h + 1) * g)
             mask = dense_mask(index[b, h], M, block_size, rows + q_offset)
             # Keys and values that nobody sees may hold anything; SDPA would multiply them by 0.
             seen = mask.any(0)[:, None]
             k_h = k[b, h].to(dtype).where(seen, 0).expand(g, M, D)
             v_h = v[b, h].to(dtype).where(seen, 0).expand(g, M, v.shape[3])
-            q_h = q[b, h * g : (h + 1) * g].to(dtype)
+            q_h = q[b, heads].to(dtype)
             # SDPA's rows without keys are NaN or not, depending on the version: they attend to everything, then to nothing.
             empty = ~mask.any(1)[:, None]
-            out = F.scaled_dot_product_attention(q_h, k_h, v_h, attn_mask=mask | empty, scale=scale)
-            outs.append(out.where(~empty, 0))
+            attended = F.scaled_dot_product_attention(q_h, k_h, v_h, attn_mask=mask | empty, scale=scale)
+            out[b, heads] = attended.where(~empty, 0)
             scores = (q_h.double() @ k_h.double().mT * scale).masked_fill(~mask, -torch.inf)
-            lses.append(scores.logsumexp(-1))
-    n, Dv = rows.numel(), v.shape[3]
-    return torch.stack(outs).reshape(B, Hq, n, Dv), torch.stack(lses).reshape(B, Hq, n)
+            lse[b, heads] = scores.logsumexp(-1)
+    return out, lse

@@ -10,7 +10,7 @@ import torch
 from . import __version__, registry
 from .contract import Problem
 from .device import describe, present_devices
-from .explain import Explanation
+from .explain import Explanation, unknown_backend
 
 
 def _typical_problem(device: torch.device) -> Problem:
@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=f"sparse_attn {__version__}, torch {torch.__version__}")
     parser.parse_args()
     override = registry.current_override()
+    if override is not None and override.name not in registry.backend_specs():
+        parser.error(unknown_backend(override.name, override.source, list(registry.backend_specs())))
     print(f"sparse_attn {__version__}, torch {torch.__version__}; {override.source if override else 'automatic choice'}")
     for device in present_devices():
         print()

@@ -104,17 +104,24 @@ def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
 
     Asked in order, up to the first level that fails: architecture, packages, import, inputs.
     """
-    spec = _specs[name]
-    missing = _missing(spec, problem.device)
-    if missing:
-        return (missing,)
-    backend = _load(spec)
-    if isinstance(backend, str):
-        return (backend,)
+    unavailable = unavailable_on(name, problem.device)
+    if unavailable is not None:
+        return (unavailable,)
+    backend = _loaded(name)
     reasons = tuple(backend.unsupported(problem))
     if problem.needs_grad and not hasattr(backend, "backward"):
         reasons += (explain.no_backward(),)
     return reasons
+
+
+def unavailable_on(name: str, device: Device) -> str | None:
+    """Say why the backend ``name`` can run nothing on ``device``: architecture, then packages, then import; or None."""
+    spec = _specs[name]
+    missing = _missing(spec, device)
+    if missing is not None:
+        return missing
+    loaded = _load(spec)
+    return loaded if isinstance(loaded, str) else None
 
 
 @lru_cache(maxsize=None)
@@ -278,14 +285,11 @@ def _warn_once(message: str) -> None:
 def _warning(name: str, device: Device, skipped: dict[str, tuple[str, ...]]) -> str | None:
     if name == FALLBACK and device.type != "cpu":
         return explain.slow_fallback(device, skipped)
-    broken = {other: why for other, why in skipped.items() if _is_broken(other, device)}
+    # Everything they need is installed, and yet they cannot be imported: worth a word, unlike a package that is absent.
+    broken = {
+        other: why for other, why in skipped.items() if not _missing(_specs[other], device) and unavailable_on(other, device)
+    }
     return explain.broken_install(name, device, broken) if broken else None
-
-
-def _is_broken(name: str, device: Device) -> bool:
-    """Everything it needs is installed, and yet it cannot be imported."""
-    spec = _specs[name]
-    return _missing(spec, device) is None and isinstance(_load(spec), str)
 
 
 def _loaded(name: str) -> Backend:

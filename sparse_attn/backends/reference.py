@@ -46,10 +46,9 @@ class Reference:
         lse = q.new_full((B, Hq, N), -torch.inf, dtype=torch.float32)
         with _plain_fp32(q.device.type):
             for tile in _tiles(q, k, v, index, block_size, sm_scale, q_offset):
-                tile_lse = tile.scores.logsumexp(-1)
-                p = _probabilities(tile.scores, tile_lse)
-                out[tile.b, :, tile.rows] = tile.ungroup(p @ tile.v).to(out.dtype)
-                lse[tile.b, :, tile.rows] = tile.ungroup(tile_lse)
+                m_i, l_i = _exponentiate(tile.scores)
+                out[tile.b, :, tile.rows] = tile.ungroup(tile.scores @ tile.v / l_i).to(out.dtype)
+                lse[tile.b, :, tile.rows] = tile.ungroup(m_i + l_i.log()).squeeze(-1)
         return out, lse if return_lse else None
 
     def backward(
@@ -68,7 +67,8 @@ class Reference:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients as in FlashAttention-2 (Dao 2023, section 3.1), with the lse's own gradient added to the scores'.
 
-        ``p`` is recomputed from lse; sum(dp * p) is taken in fp32 rather than from the rounded ``out``.
+        Weights and their sums are computed again in fp32: taken from ``out`` and ``lse`` they would inherit the rounding of
+        one and, for scores in the thousands, of the other.
         """
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
@@ -76,7 +76,8 @@ class Reference:
         with _plain_fp32(q.device.type):
             for tile in _tiles(q, k, v, index, block_size, sm_scale, q_offset):
                 b, rows, keys = tile.b, tile.rows, tile.keys
-                p = _probabilities(tile.scores, tile.group(lse[b, :, rows]))
+                _, l_i = _exponentiate(tile.scores)
+                p = tile.scores.div_(l_i)
                 do = tile.group(grad_out[b, :, rows].float())
                 dv[b, :, keys] += p.mT @ do
                 dp = do @ tile.v.mT
@@ -153,9 +154,15 @@ def _seen(index: Tensor, block_size: int, rows: slice, keys: slice, M: int, q_of
     return selected[..., j // block_size] & (j <= i[:, None] + q_offset)
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """``exp(scores - lse)``, in place of the scores; 0 in a row that sees nothing, where both are -inf."""
-    return scores.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+def _exponentiate(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn scores into ``exp(scores - m_i)`` in place; return the rows' maxima m_i and sums l_i, ``[Hk, g*n, 1]``.
+
+    A row that sees nothing gets weights of 0, m_i = -inf (so that its lse is -inf) and l_i = 1 (so that its output is 0).
+    """
+    m_i = scores.amax(-1, keepdim=True)
+    empty = m_i == -torch.inf
+    scores.sub_(m_i.masked_fill(empty, 0)).exp_()
+    return m_i, scores.sum(-1, keepdim=True).masked_fill_(empty, 1)
 
 
 # --- fp32 that is fp32, whatever the process has asked for -----------------------------------------------------------

@@ -1,0 +1,120 @@
+"""What every test gets: poisoned memory, no override left over, and the options that choose backends."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import sparse_attn
+from sparse_attn import explain, registry
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", help="run the backend tests on exactly this backend")
+
+
+def _backends(config: pytest.Config) -> list[str]:
+    names = list(sparse_attn.backend_specs())
+    chosen = config.getoption("--backend")
+    if chosen is None:
+        return names
+    if chosen not in names:
+        raise pytest.UsageError(explain.unknown_backend(chosen, f"--backend {chosen}", names))
+    return [chosen]
+
+
+def required_backends() -> set[str]:
+    """Backends whose skips are failures, from ``SPARSE_ATTN_TEST_REQUIRE`` (names, separated by commas)."""
+    names = {name.strip() for name in os.environ.get("SPARSE_ATTN_TEST_REQUIRE", "").split(",")} - {""}
+    for name in names - set(sparse_attn.backend_specs()):
+        raise pytest.UsageError(
+            explain.unknown_backend(name, f"SPARSE_ATTN_TEST_REQUIRE={name}", list(sparse_attn.backend_specs()))
+        )
+    return names
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _backends(config)
+    required_backends()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", _backends(metafunc.config))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device that tests run on: the first accelerator, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if hasattr(torch, "npu") and torch.npu.is_available():
+        return torch.device("npu", 0)
+    return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the override of the shell it was started from, nor the warnings that another one has used up."""
+    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    registry._warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what the package allocates without initialising: NaN, or the largest integer, shows up where fresh zeros hide."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
+
+
+def _poisoning(allocate):  # type: ignore[no-untyped-def]
+    @functools.wraps(allocate)
+    def wrapper(*args, **kwargs):  # type: ignore[no-untyped-def]
+        tensor = allocate(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.partition(".")[0] == "sparse_attn" and type(tensor) is torch.Tensor:
+            if tensor.dtype.is_floating_point:
+                tensor.fill_(torch.nan)
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    return wrapper
+
+
+@pytest.fixture
+def register() -> Iterator[object]:
+    """A function that announces a backend (an object and its architectures) for one test."""
+    names: list[str] = []
+
+    def announce(name: str, backend: object, *architectures: str, **spec: object) -> sparse_attn.BackendSpec:
+        module = type(sys)(f"_fabricated_{name}")
+        module.backend = backend  # type: ignore[attr-defined]
+        module.__spec__ = importlib_spec(module.__name__)
+        sys.modules[module.__name__] = module
+        announced = sparse_attn.BackendSpec(name, f"{module.__name__}:backend", architectures or ("*",), **spec)  # type: ignore[arg-type]
+        sparse_attn.register_backend(announced)
+        names.append(name)
+        return announced
+
+    yield announce
+    for name in names:
+        sparse_attn.unregister_backend(name)
+        del sys.modules[f"_fabricated_{name}"]
+
+
+def importlib_spec(name: str):  # type: ignore[no-untyped-def]
+    from importlib.machinery import ModuleSpec
+
+    return ModuleSpec(name, None)
