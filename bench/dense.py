@@ -58,7 +58,7 @@ def dense_attention(
             k_h = k[b, h].to(dtype).where(seen, 0).expand(g, M, D)
             v_h = v[b, h].to(dtype).where(seen, 0).expand(g, M, v.shape[3])
             q_h = q[b, heads].to(dtype)
-            # SDPA's rows without keys are NaN or not, depending on the version: they attend to everything, then to nothing.
+            # SDPA gives rows without keys NaN or not, by version: let them see everything, and take it back afterwards.
             empty = ~mask.any(1)[:, None]
             attended = F.scaled_dot_product_attention(q_h, k_h, v_h, attn_mask=mask | empty, scale=scale)
             out[b, heads] = attended.where(~empty, 0)

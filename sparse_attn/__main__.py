@@ -35,7 +35,9 @@ def main() -> None:
     override = registry.current_override()
     if override is not None and override.name not in registry.backend_specs():
         parser.error(unknown_backend(override.name, override.source, list(registry.backend_specs())))
-    print(f"sparse_attn {__version__}, torch {torch.__version__}; {override.source if override else 'automatic choice'}")
+    print(
+        f"sparse_attn {__version__}, torch {torch.__version__}; {override.source if override else 'automatic choice'}"
+    )
     for device in present_devices():
         print()
         print(_report(device, registry.explanation(_typical_problem(device))))

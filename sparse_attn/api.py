@@ -36,10 +36,11 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Block top-k sparse attention: each query attends to the key blocks that ``index`` names for it.
 
-    Query ``i`` sees key ``j`` iff ``j <= i + q_offset`` and ``j // block_size`` is in the set ``index[b, h // g, i, :]``,
-    with ``g = Hq / Hk`` query heads to a key/value head. The order of ids is free and duplicates count once; ``-1`` and
-    every other id outside ``[0, ceil(M / block_size))`` means nothing, wherever it stands. A query that sees no key gets 0
-    (and ``lse = -inf``, and zero gradients). Keys and values that no query sees are never used: they may hold anything.
+    Query ``i`` of head ``h`` sees key ``j`` iff ``j <= i + q_offset`` and ``j // block_size`` is in the set
+    ``index[b, h // g, i, :]``, with ``g = Hq / Hk`` query heads to a key/value head. The order of ids is free and
+    duplicates count once; ``-1`` and every other id outside ``[0, ceil(M / block_size))`` means nothing, wherever it
+    stands. A query that sees no key gets 0 (and ``lse = -inf``, and zero gradients). Keys and values that no query sees
+    are never used: they may hold anything.
 
         out[b, h, i] = softmax(sm_scale * q[b, h, i] @ k[b, h // g, seen].T) @ v[b, h // g, seen]
 
@@ -47,10 +48,10 @@ def sparse_attention(
         q: ``[B, Hq, N, D]``, float16, bfloat16 or, on backends that can, float32.
         k: ``[B, Hk, M, D]``, q's dtype and device; ``Hk`` divides ``Hq``.
         v: ``[B, Hk, M, Dv]``, q's dtype and device.
-        index: ``[B, Hk, N, topk]``, int32 or int64, on q's device: ids of key blocks. Its values are never read on the host.
+        index: ``[B, Hk, N, topk]``, int32 or int64, q's device: ids of key blocks. Never read on the host.
         block_size: keys in a block, at least 1; the last block of the M keys may be partial.
         sm_scale: factor on the scores; default ``1 / sqrt(D)``.
-        q_offset: position of query 0 among the keys. 0 aligns query 0 with key 0; ``M - N`` is decoding against a cache.
+        q_offset: position of query 0 among the keys: 0 aligns it with key 0, ``M - N`` is decoding against a cache.
         return_lse: also return ``lse``, the natural logarithm of the softmax denominators.
 
     Scores, softmax and sums are in float32. Any strides are right. The backend is chosen for each call by device and
@@ -58,7 +59,7 @@ def sparse_attention(
 
     Returns:
         ``out`` ``[B, Hq, N, Dv]`` in q's dtype, contiguous; with ``return_lse`` a pair ``(out, lse)``, lse
-        ``[B, Hq, N]`` in float32. Both are differentiable with respect to q, k and v where the backend has a backward pass.
+        ``[B, Hq, N]`` in float32. Both are differentiable in q, k and v where the backend has a backward pass.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -107,7 +108,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     return registry.explanation(problem_of(*args, **kwargs))
 
 
-# --- argument checks ------------------------------------------------------------------------------------------------
+# --- argument checks -------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -212,10 +213,10 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-# --- the operators --------------------------------------------------------------------------------------------------
+# --- the operators ---------------------------------------------------------------------------------------------------
 #
-# Inference without lse is an operator of its own: the second result and the arguments that ask for it would cost it 2 us
-# of 10 a call. Only ``forward_lse`` is differentiable, since the backward pass needs lse.
+# Inference without lse is an operator of its own: the second result and the arguments that ask for it would cost it
+# 2 us of 10 a call. Only ``forward_lse`` is differentiable, since the backward pass needs lse.
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor index, int block_size, float sm_scale, SymInt q_offset"
@@ -231,9 +232,7 @@ _backward_op = torch.ops.sparse_attn.backward.default
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int
-) -> Tensor:
+def _forward(q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int) -> Tensor:
     problem = _problem(q, k, v, index, block_size, q_offset, False, False)
     selection = registry.select(problem, registry.current_override())
     registry.record(selection)

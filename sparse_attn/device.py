@@ -7,7 +7,7 @@ remembered for "the current device".
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -31,7 +31,7 @@ def ascend_architecture(name: str) -> str:
     return name.lower()
 
 
-@lru_cache(maxsize=None)
+@cache
 def describe(device: torch.device) -> Device:
     """Describe ``device``. Reads properties once per device; a CUDA tensor exists, so its context does too."""
     if device.type == "cuda":

@@ -36,7 +36,9 @@ def not_a_backend(spec: BackendSpec, got: object) -> str:
 
 
 def no_backward() -> str:
-    return "has no backward pass, and q, k or v requires gradients here (call it under torch.no_grad() if none are needed)"
+    return (
+        "has no backward pass, and q, k or v requires gradients here (call it under torch.no_grad() if none are needed)"
+    )
 
 
 def unknown_backend(name: str, source: str, valid: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """Which backend is tried first on which architecture: a table, nothing else.
 
-The first row whose pattern matches ``Device.arch`` counts. The order within a row is the order of measured speed on that
-architecture; docs/performance.md has the measurements. Backends that a row does not name (plugins) come
-after those it does and before the fallback, which is always last: a plugin is never preferred by being installed.
+The first row whose pattern matches ``Device.arch`` counts. The order within a row is the order of measured speed on
+that architecture (docs/performance.md). Backends that a row does not name, such as plugins, come after those it does and
+before the fallback, which is always last: a plugin is never preferred by being installed.
 """
 
 # What is left when nothing made for the device can run a call; never the better choice on an accelerator.

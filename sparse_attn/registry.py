@@ -1,7 +1,7 @@
 """The table of backends, and the choice among them.
 
-``select`` is on the path of every call: for a problem seen before it is one dictionary look-up. Everything slower (imports,
-reasons, plugins) happens when a problem is new.
+``select`` is on the path of every call: for a problem seen before it is one look-up in a dictionary. Everything slower
+(imports, reasons, plugins) happens when a problem is new.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from . import explain
@@ -45,7 +45,7 @@ class Selection(NamedTuple):
     warning: str | None
 
 
-# --- the table ----------------------------------------------------------------------------------------------------
+# --- the table -------------------------------------------------------------------------------------------------------
 
 _specs: dict[str, BackendSpec] = {spec.name: spec for spec in BUILTIN}
 
@@ -92,11 +92,13 @@ def _load_plugins() -> None:
             register_backend(entry_point.load())
         except Exception as error:  # a third party's code: whatever it raises must not break this package
             warnings.warn(
-                explain.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}"), PluginWarning, stacklevel=2
+                explain.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}"),
+                PluginWarning,
+                stacklevel=2,
             )
 
 
-# --- reasons, cheapest first ----------------------------------------------------------------------------------------
+# --- reasons, cheapest first -----------------------------------------------------------------------------------------
 
 
 def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def unavailable_on(name: str, device: Device) -> str | None:
     return loaded if isinstance(loaded, str) else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _missing(spec: BackendSpec, device: Device) -> str | None:
     if not any(fnmatchcase(device.arch, pattern) for pattern in spec.architectures):
         return explain.wrong_architecture(spec, device)
@@ -139,7 +141,7 @@ def _missing(spec: BackendSpec, device: Device) -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(spec: BackendSpec) -> Backend | str:
     try:
         backend = getattr(importlib.import_module(spec.module), spec.target.partition(":")[2])
@@ -170,14 +172,14 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.group().split("."))) if match else ()
 
 
-# --- the choice -----------------------------------------------------------------------------------------------------
+# --- the choice ------------------------------------------------------------------------------------------------------
 
 _override: ContextVar[Override | None] = ContextVar("sparse_attn_override", default=None)
 _last: ContextVar[str | None] = ContextVar("sparse_attn_last_backend", default=None)
 
 
 def current_override() -> Override | None:
-    """What the caller asked for: ``use_backend`` first, then the environment variable; None for the automatic choice."""
+    """What the caller asked for: ``use_backend``, else the environment variable; None for the automatic choice."""
     override = _override.get()
     if override is None:
         value = os.environ.get(ENVIRONMENT_VARIABLE)
@@ -277,7 +279,7 @@ def record(selection: Selection) -> None:
         _warn_once(selection.warning)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, FallbackWarning, stacklevel=2)
 
@@ -287,7 +289,9 @@ def _warning(name: str, device: Device, skipped: dict[str, tuple[str, ...]]) -> 
         return explain.slow_fallback(device, skipped)
     # Everything they need is installed, and yet they cannot be imported: worth a word, unlike a package that is absent.
     broken = {
-        other: why for other, why in skipped.items() if not _missing(_specs[other], device) and unavailable_on(other, device)
+        other: why
+        for other, why in skipped.items()
+        if not _missing(_specs[other], device) and unavailable_on(other, device)
     }
     return explain.broken_install(name, device, broken) if broken else None
 

@@ -1,7 +1,7 @@
 """The shared cases: inputs that broke other libraries, the contest's points, and the corners of the contract.
 
-Every backend meets every case, in every dtype, on every device. A case builds its inputs on the CPU from a fixed seed, so
-that all devices get the same values.
+Every backend meets every case, in every dtype, on every device. A case builds its inputs on the CPU from a fixed seed,
+so that all devices get the same values.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def _move(x: Tensor, device: torch.device) -> Tensor:
     return x.as_strided((size,), (1,), 0).to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-# --- building blocks ------------------------------------------------------------------------------------------------
+# --- building blocks -------------------------------------------------------------------------------------------------
 
 
 def random_index(
     B: int, Hk: int, N: int, M: int, topk: int, block_size: int, q_offset: int, generator: torch.Generator
 ) -> Tensor:
-    """A random choice among the causal blocks of each query, ``-1`` behind where there are fewer: ``[B, Hk, N, topk]``."""
+    """A random choice among the causal blocks of each query, ``-1`` behind if there are fewer: ``[B, Hk, N, topk]``."""
     nb = -(-M // block_size)
     position = torch.arange(N) + q_offset
     order = torch.rand(B, Hk, N, nb, generator=generator)
@@ -124,7 +124,7 @@ def _each(prefix: str, name: str, values: Any, **fixed: Any) -> None:
         case(f"{prefix}{value}", **fixed, **{name: value})(make)
 
 
-# --- the contest's points, with fewer queries and keys at the same density --------------------------------------------
+# --- the contest's points, with fewer queries and keys at the same density -------------------------------------------
 
 case("contest_small_statement", Hq=16, Hk=1, N=128, D=64, topk=4, block_size=32)(make)
 case("contest_small_handout", Hq=16, Hk=1, N=128, D=64, topk=4, block_size=64)(make)
@@ -134,7 +134,7 @@ case("contest_large2_statement", B=2, Hq=32, Hk=2, N=512, D=128, topk=2, block_s
 case("contest_large2_handout", Hq=32, Hk=2, N=512, D=128, topk=4, block_size=64)(make)
 case("wide_batch", B=4, Hq=16, Hk=1, N=128, D=128, topk=2, block_size=32)(make)
 
-# --- lengths ----------------------------------------------------------------------------------------------------------
+# --- lengths ---------------------------------------------------------------------------------------------------------
 
 case("n_gt_m", N=256, M=128, block_size=64, select_all=True)(make)
 case("n_lt_m", N=64, M=192, block_size=64, select_all=True)(make)
@@ -154,7 +154,7 @@ case("offset_before_everything", N=16, M=64, topk=2, q_offset=-100)(make)
 _each("tiny", "N", range(1, 9), B=2, topk=1, block_size=64)
 _each("odd", "N", (2, 17, 63, 65, 200, 250), B=2, block_size=64, select_all=True)
 
-# --- heads, features, blocks ------------------------------------------------------------------------------------------
+# --- heads, features, blocks -----------------------------------------------------------------------------------------
 
 for _g in (1, 2, 3, 4, 5, 8, 12, 16, 32, 64):
     case(f"group{_g}", Hq=2 * _g, Hk=2, N=128, topk=2)(make)
@@ -165,7 +165,7 @@ _each("block", "block_size", (1, 16, 48, 64, 100, 128, 256), N=300, topk=2)
 case("one_block_larger_than_m", N=40, M=40, block_size=2**20, topk=1)(make)
 case("topk_beyond_blocks", N=64, topk=9, block_size=32)(make)
 
-# --- what index may hold ----------------------------------------------------------------------------------------------
+# --- what index may hold ---------------------------------------------------------------------------------------------
 
 
 @case("ids_out_of_range")
@@ -258,13 +258,13 @@ def _batches_differ(dtype: torch.dtype) -> Inputs:
     return make(dtype, B=3, N=150, topk=2, seed=7)
 
 
-# --- empty tensors ------------------------------------------------------------------------------------------------------
+# --- empty tensors ---------------------------------------------------------------------------------------------------
 
 case("no_queries", N=0, M=64)(make)
 case("no_keys", N=16, M=0)(make)
 case("no_batch", B=0, N=16)(make)
 
-# --- memory: strides, offsets, surroundings -----------------------------------------------------------------------------
+# --- memory: strides, offsets, surroundings --------------------------------------------------------------------------
 
 
 @case("strange_batch_stride", stride=1)
@@ -310,9 +310,7 @@ def _every_second_feature(dtype: torch.dtype) -> Inputs:
 def _expanded(dtype: torch.dtype) -> Inputs:
     """Strides of 0: one index for all heads and batches, one key/value cache for all batches."""
     x = make(dtype, B=2, Hq=8, Hk=2, N=96)
-    return replace(
-        x, k=x.k[:1].expand_as(x.k), v=x.v[:1].expand_as(x.v), index=x.index[:1, :1].expand_as(x.index)
-    )
+    return replace(x, k=x.k[:1].expand_as(x.k), v=x.v[:1].expand_as(x.v), index=x.index[:1, :1].expand_as(x.index))
 
 
 @case("int32_offsets_batch", axis=0)
@@ -346,7 +344,7 @@ def _unseen_keys_hold_nan(dtype: torch.dtype) -> Inputs:
     return replace(x, k=k, v=v, index=index)
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------------
+# --- numbers ---------------------------------------------------------------------------------------------------------
 
 
 @case("peaked")

@@ -67,7 +67,7 @@ def _no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what the package allocates without initialising: NaN, or the largest integer, shows up where fresh zeros hide."""
+    """Fill what the package leaves uninitialised: NaN, or the largest integer, shows up where fresh zeros hide."""
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),

@@ -2,14 +2,14 @@
 
 The truth is dense attention under a boolean mask (``bench.dense``), which shares no code with any backend, so that the
 reference is judged by the same rule as the rest. A backend may be wrong by twice what torch's SDPA in the same dtype is
-wrong by, plus one rounding of the result, plus what adding up that many terms in fp32 costs. Skips give the product's own reasons: ``pytest -k backend -ra`` prints this machine's
-support matrix.
+wrong by, plus one rounding of the result, plus what adding up that many terms in fp32 costs. Skips give the product's
+own reasons: ``pytest -k backend -ra`` prints this machine's support matrix.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -49,7 +49,7 @@ def allowed(eager: Tensor, right: Tensor, dtype: torch.dtype, terms: int) -> flo
     return 2 * _max(eager.double() - right) + roundings * _max(right)
 
 
-@lru_cache(maxsize=None)
+@cache
 def truth_of_case(name: str, dtype: torch.dtype) -> Truth:
     return truth(CASES[name].build(dtype))
 
@@ -115,7 +115,7 @@ def test_case(backend: str, case: str, dtype: torch.dtype, device: torch.device)
     assert_right(backend, CASES[case].build(dtype), truth_of_case(case, dtype), device)
 
 
-# --- properties that need no truth: the same answer when only the question is put differently ------------------------------
+# --- properties that need no truth: the same answer when only the question is put differently ------------------------
 
 
 def run(backend: str, x: Inputs, device: torch.device) -> Tensor:
@@ -222,7 +222,7 @@ def test_at_scale(backend: str, shape: str, device: torch.device) -> None:
     assert_close(out[:, :, rows], expected.cpu(), bound, "out")
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------------
+# --- gradients -------------------------------------------------------------------------------------------------------
 
 
 @dtypes

@@ -1,0 +1,174 @@
+"""What an import costs and pulls in, in a fresh process; and which module may import which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "sparse_attn"
+
+
+def fresh(code: str, **environment: str) -> str:
+    """Run ``code`` in a new interpreter and return what it printed."""
+    import os
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"triton", "tilelang", "torch_npu", "numpy", "rich", "packaging"}:
+            raise ModuleNotFoundError(f"{name} is blocked here", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_import_needs_torch_only() -> None:
+    printed = fresh(
+        BLOCK
+        + """
+import torch
+before = set(sys.modules)
+import sparse_attn
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new == {"sparse_attn"}, new
+assert not any(name.startswith("sparse_attn.backends.") for name in sys.modules)
+print(sparse_attn.__version__)
+"""
+    )
+    assert printed.strip() == "0.1.0"
+
+
+def test_a_call_needs_torch_only() -> None:
+    fresh(
+        BLOCK
+        + """
+import warnings; warnings.simplefilter("ignore")  # torch's own, about numpy
+import torch, sparse_attn
+q = torch.randn(1, 4, 8, 16)
+out = sparse_attn.sparse_attention(q, q[:, :2], q[:, :2], torch.zeros(1, 2, 8, 1, dtype=torch.int32), 4)
+assert sparse_attn.last_backend() == "reference"
+print(sparse_attn.explain(q, q[:, :2], q[:, :2], torch.zeros(1, 2, 8, 1, dtype=torch.int32), 4))
+"""
+    )
+
+
+def test_import_is_quick() -> None:
+    """Under 50 ms beyond torch: the best of a few fresh processes, since the machine may be busy."""
+    code = "import torch, time; t = time.perf_counter(); import sparse_attn; print(time.perf_counter() - t)"
+    assert min(float(fresh(code)) for _ in range(3)) < 0.050
+
+
+def test_import_touches_no_device() -> None:
+    code = """
+import torch
+def touched(*args, **kwargs): raise AssertionError("a device was asked for")
+torch.cuda._lazy_init = torch.cuda.get_device_properties = torch.cuda.is_available = touched
+import sparse_attn
+assert not torch.cuda.is_initialized()
+"""
+    fresh(code)
+
+
+def test_command_prints_every_backend_with_its_reason() -> None:
+    done = subprocess.run([sys.executable, "-m", "sparse_attn"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    lines = done.stdout[done.stdout.index("\ncpu: ") :].splitlines()
+    assert any(line.split()[:2] == ["reference", "chosen"] for line in lines)
+    for name in ("triton", "tilelang", "triton_ascend", "torch_npu"):
+        assert any(line.split()[:2] == [name, "no"] and "needs a device" in line for line in lines)
+
+
+def test_command_with_a_misspelt_override() -> None:
+    import os
+
+    environment = {**os.environ, "SPARSE_ATTN_BACKEND": "tritn"}
+    done = subprocess.run(
+        [sys.executable, "-m", "sparse_attn"], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 2
+    assert "did you mean 'triton'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- import arrows, as CONTRIBUTING draws them -----------------------------------------------------------------------
+
+# Which modules of the package each module may import. Whatever lies in backends/ follows the rule for backends.
+ARROWS: dict[str, set[str]] = {
+    "__init__": {"api", "contract", "errors", "registry"},
+    "__main__": {"", "contract", "device", "explain", "registry"},
+    "api": {"", "contract", "device", "explain", "registry"},
+    "contract": set(),
+    "device": {"contract"},
+    "errors": set(),
+    "explain": {"contract"},
+    "preference": set(),
+    "registry": {"", "backends", "contract", "errors", "explain", "preference"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports, wherever in the file."""
+    package = ["sparse_attn", *path.relative_to(PACKAGE).parent.parts] if path.is_relative_to(PACKAGE) else []
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            found |= {module} if node.module else {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def inside(names: set[str]) -> set[str]:
+    """Those of the package, without its name: ``sparse_attn.api`` -> ``api``."""
+    return {name.partition(".")[2] for name in names if name.partition(".")[0] == "sparse_attn"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_arrows_between_modules(path: Path) -> None:
+    allowed = ARROWS[path.stem]
+    targets = {name if name in ARROWS or name == "backends" else "" for name in inside(imports(path))}
+    # `from . import explain` names a module; `from . import __version__` names the package itself.
+    assert targets <= allowed, f"{path.name} imports {targets - allowed}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "backends").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE / "backends"))
+)
+def test_arrows_of_backends(path: Path) -> None:
+    """A backend imports the contract and its own folder, never another backend."""
+    room = path.relative_to(PACKAGE / "backends").parts[0].removesuffix(".py")
+    for name in inside(imports(path)):
+        own = room != "__init__" and (name == f"backends.{room}" or name.startswith(f"backends.{room}."))
+        assert name == "contract" or own, f"{path.name} imports sparse_attn.{name}"
+
+
+def test_only_backends_name_backend_modules() -> None:
+    for path in PACKAGE.glob("*.py"):
+        assert not any(name.startswith("backends.") for name in inside(imports(path))), path.name
+
+
+def test_package_imports_nothing_but_torch_at_module_level() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent != PACKAGE and path.parent.name != "backends":
+            continue  # a backend's own folder imports what its spec requires
+        tops = {name.partition(".")[0] for name in imports(path)}
+        assert tops <= {"torch", "sparse_attn"} | set(sys.stdlib_module_names), path.name
+
+
+def test_no_module_hides_a_package() -> None:
+    """A file called triton.py would be imported in place of Triton by anything run from its folder."""
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
+        assert path.stem not in {"triton", "tilelang", "torch", "rich"}, path
