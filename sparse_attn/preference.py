@@ -1,7 +1,7 @@
 """Which backend is tried first on which architecture: a table, nothing else.
 
 The first row whose pattern matches ``Device.arch`` counts. The order within a row is the order of measured speed on
-that architecture (docs/performance.md). Backends that a row does not name, such as plugins, come after those it does and
+that architecture (docs/performance.md). Backends that a row does not name, as plugins, come after those it does and
 before the fallback, which is always last: a plugin is never preferred by being installed.
 """
 

@@ -272,15 +272,14 @@ def last_backend() -> str | None:
     return _last.get()
 
 
-def record(selection: Selection) -> None:
-    """Remember that ``selection`` runs now, and say so if it is a fallback."""
-    _last.set(selection.name)
-    if selection.warning is not None:
-        _warn_once(selection.warning)
+def record(name: str) -> None:
+    """Remember that the backend ``name`` has run."""
+    _last.set(name)
 
 
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Say that the automatic choice is a fallback, the first time that it is."""
     warnings.warn(message, FallbackWarning, stacklevel=2)
 
 

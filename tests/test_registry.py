@@ -1,4 +1,4 @@
-"""The choice of a backend on devices that are made up: which one, in which order, and what is said when none will do."""
+"""The choice of a backend on devices that are made up: which one, in what order, and what is said when none will do."""
 
 from __future__ import annotations
 
@@ -305,15 +305,36 @@ def test_forced_backend_without_backward_refuses_gradients(register: Any) -> Non
 # --- what an automatic choice says -----------------------------------------------------------------------------------
 
 
-def test_slow_fallback_warns_once(everything_works: dict[str, Fake]) -> None:
+def test_slow_fallback_says_why(everything_works: dict[str, Fake]) -> None:
     everything_works["triton"].reasons = ("needs topk < 8, got topk=32",)
     selection = registry.select(problem(A100))
     assert selection.name == "reference"
-    with pytest.warns(FallbackWarning, match="reference backend on NVIDIA A100.*\n.*triton needs topk < 8"):
-        registry.record(selection)
+    assert selection.warning is not None
+    assert "reference backend on NVIDIA A100" in selection.warning
+    assert "triton needs topk < 8, got topk=32" in selection.warning
+
+
+def test_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator where nothing else can run: the CPU passes for one."""
+    monkeypatch.setattr(sparse_attn.api, "describe", lambda device: MI300)
+    with pytest.warns(FallbackWarning, match="reference backend on AMD Instinct MI300X"):
+        call()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        registry.record(selection)
+        call()
+        with sparse_attn.use_backend("reference"):  # forced: no fallback
+            call()
+
+
+def test_backend_that_calls_another_is_the_one_that_ran(register: Any) -> None:
+    class Wrapper(Fake):
+        def __call__(self, q: Any, k: Any, v: Any, index: Any, block_size: int, *_: Any) -> Any:
+            with sparse_attn.use_backend("reference"):
+                return sparse_attn.sparse_attention(q, k, v, index, block_size, return_lse=True)
+
+    register("wrapper", Wrapper())
+    with sparse_attn.use_backend("wrapper"):
+        assert ran() == "wrapper"
 
 
 def test_reference_on_a_cpu_is_no_fallback() -> None:

@@ -1,0 +1,36 @@
+"""The README's examples run as they stand, in order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparse_attn
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::sparse_attn.FallbackWarning")
+def test_examples_run(register: object) -> None:
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["out"].shape == (1, 64, 256, 128)  # type: ignore[attr-defined]
+
+    spec, backend = names["spec"], names["backend"]
+    assert isinstance(spec, sparse_attn.BackendSpec)
+    register("mine", backend, "cpu", "sm90")  # type: ignore[operator]
+    with sparse_attn.use_backend("mine"):
+        sparse_attn.sparse_attention(*(names[n] for n in ("q", "k", "v", "index")), 64)  # type: ignore[arg-type]
+
+
+def test_every_environment_variable_is_documented() -> None:
+    root = Path(__file__).parent.parent
+    sources = [p.read_text() for folder in ("sparse_attn", "tests", "bench") for p in (root / folder).rglob("*.py")]
+    used = set(re.findall(r"\bSPARSE_ATTN_[A-Z_]+\b", "\n".join(sources)))
+    assert used == set(re.findall(r"^\| `(SPARSE_ATTN_[A-Z_]+)`", README, re.MULTILINE)), sys.modules[__name__]
