@@ -78,9 +78,9 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
 
 
-def _poisoning(allocate):  # type: ignore[no-untyped-def]
+def _poisoning(allocate):
     @functools.wraps(allocate)
-    def wrapper(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def wrapper(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.partition(".")[0] == "sparse_attn" and type(tensor) is torch.Tensor:
@@ -100,10 +100,10 @@ def register() -> Iterator[object]:
 
     def announce(name: str, backend: object, *architectures: str, **spec: object) -> sparse_attn.BackendSpec:
         module = type(sys)(f"_fabricated_{name}")
-        module.backend = backend  # type: ignore[attr-defined]
+        module.backend = backend
         module.__spec__ = importlib_spec(module.__name__)
         sys.modules[module.__name__] = module
-        announced = sparse_attn.BackendSpec(name, f"{module.__name__}:backend", architectures or ("*",), **spec)  # type: ignore[arg-type]
+        announced = sparse_attn.BackendSpec(name, f"{module.__name__}:backend", architectures or ("*",), **spec)
         sparse_attn.register_backend(announced)
         names.append(name)
         return announced
@@ -114,7 +114,7 @@ def register() -> Iterator[object]:
         del sys.modules[f"_fabricated_{name}"]
 
 
-def importlib_spec(name: str):  # type: ignore[no-untyped-def]
+def importlib_spec(name: str):
     from importlib.machinery import ModuleSpec
 
     return ModuleSpec(name, None)

@@ -107,11 +107,13 @@ def test_command_with_a_misspelt_override() -> None:
 ARROWS: dict[str, set[str]] = {
     "__init__": {"api", "contract", "errors", "registry"},
     "__main__": {"", "contract", "device", "explain", "registry"},
-    "api": {"", "contract", "device", "explain", "registry"},
+    "api": {"checks", "contract", "explain", "ops", "registry"},
+    "checks": set(),
     "contract": set(),
     "device": {"contract"},
     "errors": set(),
     "explain": {"contract"},
+    "ops": {"contract", "device", "registry"},
     "preference": set(),
     "registry": {"", "backends", "contract", "errors", "explain", "preference"},
 }

@@ -20,13 +20,13 @@ def test_examples_run(register: object) -> None:
     assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
-    assert names["out"].shape == (1, 64, 256, 128)  # type: ignore[attr-defined]
+    assert names["out"].shape == (1, 64, 256, 128)
 
     spec, backend = names["spec"], names["backend"]
     assert isinstance(spec, sparse_attn.BackendSpec)
-    register("mine", backend, "cpu", "sm90")  # type: ignore[operator]
+    register("mine", backend, "cpu", "sm90")
     with sparse_attn.use_backend("mine"):
-        sparse_attn.sparse_attention(*(names[n] for n in ("q", "k", "v", "index")), 64)  # type: ignore[arg-type]
+        sparse_attn.sparse_attention(*(names[n] for n in ("q", "k", "v", "index")), 64)
 
 
 def test_every_environment_variable_is_documented() -> None:

@@ -197,7 +197,7 @@ def test_backends_of_later_releases_say_so() -> None:
 
 
 def call() -> torch.Tensor:
-    return sparse_attn.sparse_attention(*make(torch.float16, N=16).args)  # type: ignore[return-value]
+    return sparse_attn.sparse_attention(*make(torch.float16, N=16).args)
 
 
 def ran() -> str | None:
@@ -316,7 +316,7 @@ def test_slow_fallback_says_why(everything_works: dict[str, Fake]) -> None:
 
 def test_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator where nothing else can run: the CPU passes for one."""
-    monkeypatch.setattr(sparse_attn.api, "describe", lambda device: MI300)
+    monkeypatch.setattr(sparse_attn.ops, "describe", lambda device: MI300)
     with pytest.warns(FallbackWarning, match="reference backend on AMD Instinct MI300X"):
         call()
     with warnings.catch_warnings():
@@ -438,7 +438,7 @@ def test_spec_checks_its_fields() -> None:
         BackendSpec("name", "module.attribute", ("*",))
     for wrong in ("sm90", ()):
         with pytest.raises(ValueError, match=r"BackendSpec\.architectures"):
-            BackendSpec("name", "module:attribute", wrong)  # type: ignore[arg-type]
+            BackendSpec("name", "module:attribute", wrong)
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

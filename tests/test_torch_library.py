@@ -67,7 +67,7 @@ def test_compiled_between_other_operations(device: torch.device) -> None:
 
     def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         out = sparse_attn.sparse_attention(q * 2, k + 1, x.v, x.index, x.block_size)
-        return out.transpose(1, 2).flatten(2).relu()  # type: ignore[union-attr]
+        return out.transpose(1, 2).flatten(2).relu()
 
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x.q, x.k), layer(x.q, x.k))
 
@@ -80,7 +80,7 @@ def test_compiled_gradients(return_lse: bool, device: torch.device) -> None:
 
     def loss() -> torch.Tensor:
         result = sparse_attn.sparse_attention(*x.args, **x.kwargs, return_lse=return_lse)
-        return result[0].square().sum() + result[1].sum() if return_lse else result.square().sum()  # type: ignore
+        return result[0].square().sum() + result[1].sum() if return_lse else result.square().sum()
 
     expected = torch.autograd.grad(loss(), leaves)
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(), leaves)
@@ -100,7 +100,7 @@ def test_only_the_gradients_asked_for() -> None:
     x = make(torch.float32, N=40)
     x.v.requires_grad_()
     out = sparse_attn.sparse_attention(*x.args)
-    out.sum().backward()  # type: ignore[union-attr]
+    out.sum().backward()
     assert x.v.grad is not None
     assert x.q.grad is None
 
@@ -108,7 +108,7 @@ def test_only_the_gradients_asked_for() -> None:
 def test_second_derivative_is_refused() -> None:
     x = make(torch.float32, N=8)
     x.q.requires_grad_()
-    (grad,) = torch.autograd.grad(sparse_attn.sparse_attention(*x.args).sum(), x.q, create_graph=True)  # type: ignore
+    (grad,) = torch.autograd.grad(sparse_attn.sparse_attention(*x.args).sum(), x.q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         grad.sum().backward()
 
@@ -210,12 +210,12 @@ def test_meta_tensors_give_shapes() -> None:
 def test_no_grad_modes() -> None:
     x = make(torch.float16, N=64)
     x.q.requires_grad_()
-    expected = sparse_attn.sparse_attention(*x.args).detach()  # type: ignore[union-attr]
+    expected = sparse_attn.sparse_attention(*x.args).detach()
     with torch.no_grad():
         assert torch.equal(sparse_attn.sparse_attention(*x.args), expected)
     with torch.inference_mode():
         out = sparse_attn.sparse_attention(*x.args)
-        assert out.is_inference()  # type: ignore[union-attr]
+        assert out.is_inference()
         assert torch.equal(out, expected)
 
 
@@ -245,4 +245,4 @@ def test_reduce_overhead(device: torch.device) -> None:
     )
     for step in range(4):
         q = x.q + step
-        assert torch.equal(compiled(q).clone(), sparse_attn.sparse_attention(q, *x.args[1:]) * 2)  # type: ignore
+        assert torch.equal(compiled(q).clone(), sparse_attn.sparse_attention(q, *x.args[1:]) * 2)
