@@ -10,7 +10,7 @@ import torch
 from . import __version__, registry
 from .contract import Problem
 from .device import describe, present_devices
-from .explain import Explanation, unknown_backend
+from .messages import Explanation, unknown_backend
 
 
 def _typical_problem(device: torch.device) -> Problem:

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import ops, registry
 from .checks import check_arguments
 from .contract import Problem
-from .explain import Explanation
+from .messages import Explanation
 
 
 @overload

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from . import explain
+from . import messages
 from .backends import BUILTIN
 from .contract import Backend, BackendSpec, Device, Problem
 from .errors import BackendUnavailableError, FallbackWarning, PluginWarning, UnknownBackendError
@@ -92,7 +92,7 @@ def _load_plugins() -> None:
             register_backend(entry_point.load())
         except Exception as error:  # a third party's code: whatever it raises must not break this package
             warnings.warn(
-                explain.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}"),
+                messages.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}"),
                 PluginWarning,
                 stacklevel=2,
             )
@@ -112,7 +112,7 @@ def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
     backend = _loaded(name)
     reasons = tuple(backend.unsupported(problem))
     if problem.needs_grad and not hasattr(backend, "backward"):
-        reasons += (explain.no_backward(),)
+        reasons += (messages.no_backward(),)
     return reasons
 
 
@@ -129,15 +129,15 @@ def unavailable_on(name: str, device: Device) -> str | None:
 @cache
 def _missing(spec: BackendSpec, device: Device) -> str | None:
     if not any(fnmatchcase(device.arch, pattern) for pattern in spec.architectures):
-        return explain.wrong_architecture(spec, device)
+        return messages.wrong_architecture(spec, device)
     if not _module_exists(spec.module):
-        return explain.not_in_this_release(spec)
+        return messages.not_in_this_release(spec)
     for requirement in spec.requires:
         if not _module_exists(requirement.module):
-            return explain.package_missing(spec, requirement)
+            return messages.package_missing(spec, requirement)
         version = _installed_version(requirement.distribution or requirement.module)
         if requirement.minimum and version and _release(version) < _release(requirement.minimum):
-            return explain.package_too_old(spec, requirement, version)
+            return messages.package_too_old(spec, requirement, version)
     return None
 
 
@@ -146,8 +146,8 @@ def _load(spec: BackendSpec) -> Backend | str:
     try:
         backend = getattr(importlib.import_module(spec.module), spec.target.partition(":")[2])
     except Exception as error:  # a broken install raises anything (OSError for a library, RuntimeError for a driver)
-        return explain.import_failed(spec, error)
-    return backend if isinstance(backend, Backend) else explain.not_a_backend(spec, backend)
+        return messages.import_failed(spec, error)
+    return backend if isinstance(backend, Backend) else messages.not_a_backend(spec, backend)
 
 
 def _module_exists(module: str) -> bool:
@@ -229,7 +229,7 @@ def select(problem: Problem, override: Override | None = None) -> Selection:
         _check_known(override)
         reasons = reasons_against(override.name, problem)
         if reasons:
-            raise BackendUnavailableError(explain.forced_unavailable(override.name, override.source, reasons))
+            raise BackendUnavailableError(messages.forced_unavailable(override.name, override.source, reasons))
         return Selection(override.name, _loaded(override.name), {}, None)
 
     skipped: dict[str, tuple[str, ...]] = {}
@@ -238,7 +238,7 @@ def select(problem: Problem, override: Override | None = None) -> Selection:
         if not reasons:
             return Selection(name, _loaded(name), skipped, _warning(name, problem.device, skipped))
         skipped[name] = reasons
-    raise BackendUnavailableError(explain.none_available(problem.device, skipped))
+    raise BackendUnavailableError(messages.none_available(problem.device, skipped))
 
 
 def candidates(device: Device) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ def candidates(device: Device) -> tuple[str, ...]:
     return (*(name for name in row if name != FALLBACK), *plugins, FALLBACK)
 
 
-def explanation(problem: Problem) -> explain.Explanation:
+def explanation(problem: Problem) -> messages.Explanation:
     """Say what would run ``problem`` under the current override, and why not each of the others."""
     _load_plugins()
     order = dict.fromkeys((*candidates(problem.device), *_specs))
@@ -264,7 +264,7 @@ def explanation(problem: Problem) -> explain.Explanation:
         chosen = select(problem, override).name
     except BackendUnavailableError:
         chosen = None
-    return explain.Explanation(chosen, how, problem.device, reasons)
+    return messages.Explanation(chosen, how, problem.device, reasons)
 
 
 def last_backend() -> str | None:
@@ -285,14 +285,14 @@ def warn_once(message: str) -> None:
 
 def _warning(name: str, device: Device, skipped: dict[str, tuple[str, ...]]) -> str | None:
     if name == FALLBACK and device.type != "cpu":
-        return explain.slow_fallback(device, skipped)
+        return messages.slow_fallback(device, skipped)
     # Everything they need is installed, and yet they cannot be imported: worth a word, unlike a package that is absent.
     broken = {
         other: why
         for other, why in skipped.items()
         if not _missing(_specs[other], device) and unavailable_on(other, device)
     }
-    return explain.broken_install(name, device, broken) if broken else None
+    return messages.broken_install(name, device, broken) if broken else None
 
 
 def _loaded(name: str) -> Backend:
@@ -303,4 +303,4 @@ def _loaded(name: str) -> Backend:
 
 def _check_known(override: Override) -> None:
     if override.name not in backend_specs():
-        raise UnknownBackendError(explain.unknown_backend(override.name, override.source, list(_specs)))
+        raise UnknownBackendError(messages.unknown_backend(override.name, override.source, list(_specs)))

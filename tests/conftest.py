@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import sparse_attn
-from sparse_attn import explain, registry
+from sparse_attn import registry
+from sparse_attn.messages import unknown_backend
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +25,7 @@ def _backends(config: pytest.Config) -> list[str]:
     if chosen is None:
         return names
     if chosen not in names:
-        raise pytest.UsageError(explain.unknown_backend(chosen, f"--backend {chosen}", names))
+        raise pytest.UsageError(unknown_backend(chosen, f"--backend {chosen}", names))
     return [chosen]
 
 
@@ -33,7 +34,7 @@ def required_backends() -> set[str]:
     names = {name.strip() for name in os.environ.get("SPARSE_ATTN_TEST_REQUIRE", "").split(",")} - {""}
     for name in names - set(sparse_attn.backend_specs()):
         raise pytest.UsageError(
-            explain.unknown_backend(name, f"SPARSE_ATTN_TEST_REQUIRE={name}", list(sparse_attn.backend_specs()))
+            unknown_backend(name, f"SPARSE_ATTN_TEST_REQUIRE={name}", list(sparse_attn.backend_specs()))
         )
     return names
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ PACKAGE = ROOT / "sparse_attn"
 
 def fresh(code: str, **environment: str) -> str:
     """Run ``code`` in a new interpreter and return what it printed."""
-    import os
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -90,7 +90,6 @@ def test_command_prints_every_backend_with_its_reason() -> None:
 
 
 def test_command_with_a_misspelt_override() -> None:
-    import os
 
     environment = {**os.environ, "SPARSE_ATTN_BACKEND": "tritn"}
     done = subprocess.run(
@@ -106,16 +105,16 @@ def test_command_with_a_misspelt_override() -> None:
 # Which modules of the package each module may import. Whatever lies in backends/ follows the rule for backends.
 ARROWS: dict[str, set[str]] = {
     "__init__": {"api", "contract", "errors", "registry"},
-    "__main__": {"", "contract", "device", "explain", "registry"},
-    "api": {"checks", "contract", "explain", "ops", "registry"},
+    "__main__": {"", "contract", "device", "messages", "registry"},
+    "api": {"checks", "contract", "messages", "ops", "registry"},
     "checks": set(),
     "contract": set(),
     "device": {"contract"},
     "errors": set(),
-    "explain": {"contract"},
+    "messages": {"contract"},
     "ops": {"contract", "device", "registry"},
     "preference": set(),
-    "registry": {"", "backends", "contract", "errors", "explain", "preference"},
+    "registry": {"", "backends", "contract", "errors", "messages", "preference"},
 }
 
 
@@ -174,3 +173,38 @@ def test_no_module_hides_a_package() -> None:
     """A file called triton.py would be imported in place of Triton by anything run from its folder."""
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
         assert path.stem not in {"triton", "tilelang", "torch", "rich"}, path
+
+
+# --- the options of this test suite -----------------------------------------------------------------------------------
+
+
+def collected(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
+
+
+def test_option_backend_runs_exactly_that_one() -> None:
+    lines = collected("-k", "backend", "tests/test_backends.py", "--backend", "triton").stdout.splitlines()
+    names = {line.partition("[")[2].partition("-")[0].rstrip("]") for line in lines if "::" in line}
+    assert names == {"triton"}
+    assert "tests/test_backends.py::test_case[triton-ragged-fp16]" in lines
+
+
+def test_misspelt_backends_are_named() -> None:
+    for done in (collected("--backend", "tritn"), collected(SPARSE_ATTN_TEST_REQUIRE="tritn")):
+        assert done.returncode == 4
+        assert "did you mean 'triton'" in done.stderr
+        assert "INTERNALERROR" not in done.stderr + done.stdout
+
+
+def test_required_backend_fails_instead_of_skipping() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_backends.py", "-k", "torch_npu and ragged-fp16"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SPARSE_ATTN_TEST_REQUIRE": "torch_npu"},
+    )
+    assert done.returncode == 1
+    assert "torch_npu needs a device of architecture ascend910b" in done.stdout

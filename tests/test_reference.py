@@ -126,14 +126,35 @@ def test_autocast_does_not_reach_inside(dtype: torch.dtype, device: torch.device
         assert torch.equal(sparse_attn.sparse_attention(*x.args), expected)
 
 
-@pytest.mark.parametrize("precision", ["medium", "high", "highest"])
-def test_tf32_does_not_reach_inside(precision: str, device: torch.device) -> None:
-    x = make(torch.float32, Hq=8, N=200, D=128).to(device)
-    before = torch.get_float32_matmul_precision()
-    expected = sparse_attn.sparse_attention(*x.args)
-    torch.set_float32_matmul_precision(precision)
-    try:
-        assert torch.equal(sparse_attn.sparse_attention(*x.args), expected)
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
+PRECISION = """
+import torch, sparse_attn
+x, index = torch.randn(1, 8, 200, 128, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 8, 200, 1).int()
+x, index = x.to("DEVICE"), index.to("DEVICE")
+run = lambda: sparse_attn.sparse_attention(x, x, x, index, 200)
+expected = run()
+for line, read in SWITCHES:
+    exec(line)
+    before = read()
+    assert torch.equal(run(), expected), line
+    assert read() == before, (line, before, read())
+"""
+OLD_SWITCHES = """[
+    (f"torch.set_float32_matmul_precision({name!r})", torch.get_float32_matmul_precision)
+    for name in ("medium", "high", "highest")
+] + [("torch.backends.cuda.matmul.allow_tf32 = True", lambda: torch.backends.cuda.matmul.allow_tf32)]"""
+NEW_SWITCHES = """[
+    ("torch.backends.fp32_precision = 'tf32'", lambda: torch.backends.cuda.matmul.fp32_precision),
+    ("torch.backends.fp32_precision = 'ieee'", lambda: torch.backends.cuda.matmul.fp32_precision),
+    ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", lambda: torch.backends.mkldnn.matmul.fp32_precision),
+    ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", lambda: torch.backends.cuda.matmul.fp32_precision),
+]"""
+
+
+@pytest.mark.parametrize("switches", [OLD_SWITCHES, NEW_SWITCHES], ids=["old", "new"])
+def test_tf32_does_not_reach_inside(switches: str, device: torch.device) -> None:
+    """Nor does it stay switched off. In a process of its own: torch refuses to mix old and new switches."""
+    if switches is NEW_SWITCHES and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip(f"needs torch >= 2.9, got {torch.__version__}")
+    code = PRECISION.replace("SWITCHES", switches).replace("DEVICE", str(device))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

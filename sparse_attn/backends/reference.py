@@ -13,12 +13,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import Problem
+
+# On x86 CPUs torch's exp and log are MKL's, and if the first call in a process is a parallel one, some of its threads may
+# get results that are off by 1e-4 (seen with torch 2.13 on a busy machine, in one process of seven). Not the second call's.
+torch.ones(1).exp().log()
 
 # fp32 scores held at a time. The softmax needs about three buffers of that size: under 1 GiB in all.
 _TILE_BYTES = 256 * 2**20
@@ -172,13 +176,25 @@ _precision_lock = threading.Lock()
 
 @contextmanager
 def _plain_fp32(device_type: str) -> Iterator[None]:
-    """Switch off autocast and TF32 for a while. The TF32 switch belongs to the process: hence the lock."""
+    """Switch off autocast, and TF32 and its like, for a while. Their switches belong to the process: hence the lock."""
     with ExitStack() as stack:
         if torch.amp.is_autocast_available(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(_precision_lock)
-        before = torch.get_float32_matmul_precision()
-        if before != "highest":
-            stack.callback(torch.set_float32_matmul_precision, before)
+        if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch >= 2.9
+            for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+                before = switch.fp32_precision
+                if before != "none":  # what "none" stands for is IEEE
+                    switch.fp32_precision = "ieee"
+                    stack.callback(_put_back, switch, before)
+        else:
+            # The older functions raise in newer torch once a process has used the newer switches, and the other way round.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
         yield
+
+
+def _put_back(switch: Any, before: str) -> None:
+    switch.fp32_precision = "none"  # inherited from torch.backends.fp32_precision, if it reads as before now
+    if switch.fp32_precision != before:
+        switch.fp32_precision = before
