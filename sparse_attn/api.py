@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Literal, overload
 
 import torch
@@ -95,13 +94,12 @@ def sparse_attention(
         BackendUnavailableError: the backend asked for cannot run this call. Nothing else is tried.
     """
     block_size, scale, q_offset = check_arguments(q, k, v, index, block_size, sm_scale, q_offset)
-    needs_grad = _needs_grad(q, k, v)
-    # Nothing to record: enter the dispatcher below the autograd key, whose Python kernel would cost 6 us.
-    below = not needs_grad and not torch.compiler.is_compiling()
-    with ops.below_autograd() if below else contextlib.nullcontext():
-        if not (return_lse or needs_grad):
-            return ops.forward(q, k, v, index, block_size, scale, q_offset)
-        out, lse = ops.forward_lse(q, k, v, index, block_size, scale, q_offset, needs_grad)
+    if _needs_grad(q, k, v):
+        out, lse = ops.differentiable(q, k, v, index, block_size, scale, q_offset)
+    elif return_lse:
+        out, lse = ops.forward_lse(q, k, v, index, block_size, scale, q_offset)
+    else:
+        return ops.forward(q, k, v, index, block_size, scale, q_offset)
     return (out, lse) if return_lse else out
 
 

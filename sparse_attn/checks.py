@@ -29,12 +29,13 @@ def check_arguments(
         Bi, Hi, Ni, _ = index.shape
     except ValueError:
         _refuse_rank(q=q, k=k, v=v, index=index)
-    if q.dtype not in _FLOATS:
-        raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
-    if k.dtype != q.dtype:
-        raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
-    if v.dtype != q.dtype:
-        raise TypeError(f"v must have q's dtype {q.dtype}, got {v.dtype}")
+    dtype = q.dtype
+    if dtype not in _FLOATS:
+        raise TypeError(f"q must be float16, bfloat16 or float32, got {dtype}")
+    if k.dtype != dtype:
+        raise TypeError(f"k must have q's dtype {dtype}, got {k.dtype}")
+    if v.dtype != dtype:
+        raise TypeError(f"v must have q's dtype {dtype}, got {v.dtype}")
     if index.dtype not in _INTEGERS:
         raise TypeError(f"index must be int32 or int64, got {index.dtype}")
     device = q.device

@@ -6,7 +6,7 @@ changed after compiling still counts.
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,21 +16,23 @@ from . import registry
 from .contract import Problem
 from .device import describe
 
-# Inference without lse is an operator of its own: the second result and the arguments that ask for it would cost it
-# 2 us of 10 a call. Only ``forward_lse`` is differentiable, since the backward pass needs lse.
+# One operator for each thing that a caller may want, since what it does not want would cost it: of the 10 us that a
+# call may take on the host, a second result costs 1 and an autograd kernel in Python 3. ``differentiable`` is the one
+# that has a gradient; ``sparse_attention`` picks it when one is needed.
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor index, int block_size, float sm_scale, SymInt q_offset"
 for _schema in (
     f"forward({_ARGUMENTS}) -> Tensor",
-    f"forward_lse({_ARGUMENTS}, bool needs_grad) -> (Tensor, Tensor)",
+    f"forward_lse({_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"differentiable({_ARGUMENTS}) -> (Tensor, Tensor)",
     f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 forward = torch.ops.sparse_attn.forward.default
 forward_lse = torch.ops.sparse_attn.forward_lse.default
+differentiable = torch.ops.sparse_attn.differentiable.default
 backward = torch.ops.sparse_attn.backward.default
-below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def problem_of_call(
@@ -47,27 +49,31 @@ def problem_of_call(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int) -> Tensor:
-    problem = problem_of_call(q, k, v, index, block_size, q_offset, False, False)
-    out, _ = _dispatch(problem, q, k, v, index, block_size, sm_scale, q_offset, False)
+    selection = registry.select(
+        problem_of_call(q, k, v, index, block_size, q_offset, False, False), registry.current_override()
+    )
+    out, _ = selection.backend(q, k, v, index, block_size, sm_scale, q_offset, False)
+    registry.record(selection)
     return out
 
 
 def _forward_lse(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int, needs_grad: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    block_size: int,
+    sm_scale: float,
+    q_offset: int,
+    needs_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    problem = problem_of_call(q, k, v, index, block_size, q_offset, True, needs_grad)
-    out, lse = _dispatch(problem, q, k, v, index, block_size, sm_scale, q_offset, True)
+    selection = registry.select(
+        problem_of_call(q, k, v, index, block_size, q_offset, True, needs_grad), registry.current_override()
+    )
+    out, lse = selection.backend(q, k, v, index, block_size, sm_scale, q_offset, True)
+    registry.record(selection)
     assert lse is not None  # the contract of Backend, with return_lse
     return out, lse
-
-
-def _dispatch(problem: Problem, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-    selection = registry.select(problem, registry.current_override())
-    if selection.warning is not None:
-        registry.warn_once(selection.warning)
-    result = selection.backend(*arguments)
-    registry.record(selection.name)  # afterwards: a backend may call others on its way
-    return result
 
 
 def _backward(
@@ -105,9 +111,7 @@ def _backward_fake(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.block_size, ctx.sm_scale, ctx.q_offset, needs_grad = inputs
-    if not needs_grad:
-        _refuse_gradient()
+    *tensors, ctx.block_size, ctx.sm_scale, ctx.q_offset = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
     # The backward pass runs in the autograd engine's own thread, which does not see use_backend of this one.
@@ -117,25 +121,22 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     with registry.override_as(ctx.override):
         grads = backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.block_size, ctx.sm_scale, ctx.q_offset)
-    return (*grads, None, None, None, None, None)
-
-
-def _refuse_gradient(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        "inputs require gradients, and this operator of sparse_attn was told that they need none: "
-        "call sparse_attn.sparse_attention, which picks the operator that records them"
-    )
+    return (*grads, None, None, None, None)
 
 
 def _refuse_second_gradient(*_: Any) -> NoReturn:
     raise NotImplementedError("sparse_attention has no second derivative: its backward pass is not differentiable")
 
 
-for _name, _implementation, _fake, _derivative, _setup in (
-    ("forward", _forward, _forward_fake, _refuse_gradient, _refuse_gradient),
-    ("forward_lse", _forward_lse, _forward_lse_fake, _gradient, _save_for_backward),
-    ("backward", _backward, _backward_fake, _refuse_second_gradient, None),
+for _name, _implementation, _fake in (
+    ("forward", _forward, _forward_fake),
+    ("forward_lse", _forward_lse, _forward_lse_fake),
+    ("differentiable", partial(_forward_lse, needs_grad=True), _forward_lse_fake),
+    ("backward", _backward, _backward_fake),
 ):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparse_attn::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"sparse_attn::{_name}", _derivative, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    "sparse_attn::differentiable", _gradient, setup_context=_save_for_backward, lib=_library
+)
+torch.library.register_autograd("sparse_attn::backward", _refuse_second_gradient, lib=_library)

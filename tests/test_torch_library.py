@@ -37,16 +37,21 @@ def test_opcheck_forward(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["ragged", "layout_bnhd", "dv_larger"])
+def test_opcheck_forward_lse(case: str) -> None:
+    torch.library.opcheck(ops.forward_lse.default, op_arguments(case))
+
+
+@pytest.mark.parametrize("case", ["ragged", "layout_bnhd", "dv_larger"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_forward_lse(case: str, grad: bool) -> None:
-    torch.library.opcheck(ops.forward_lse.default, (*op_arguments(case, grad=grad), grad))
+def test_opcheck_differentiable(case: str, grad: bool) -> None:
+    torch.library.opcheck(ops.differentiable.default, op_arguments(case, grad=grad))
 
 
 @pytest.mark.parametrize("case", ["ragged", "dv_larger"])
 @pytest.mark.parametrize("parts", ["both", "out", "lse"])
 def test_opcheck_backward(case: str, parts: str) -> None:
     arguments = op_arguments(case)
-    out, lse = ops.forward_lse.default(*arguments, False)
+    out, lse = ops.forward_lse.default(*arguments)
     grad_out = None if parts == "lse" else torch.randn_like(out)
     grad_lse = None if parts == "out" else torch.randn_like(lse)
     torch.library.opcheck(ops.backward.default, (grad_out, grad_lse, out, lse, *arguments))
@@ -111,12 +116,6 @@ def test_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(sparse_attn.sparse_attention(*x.args).sum(), x.q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         grad.sum().backward()
-
-
-@pytest.mark.parametrize("call", [ops.forward.default, lambda *a: ops.forward_lse.default(*a, False)])
-def test_operators_called_past_the_function_refuse_gradients(call: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"call sparse_attn\.sparse_attention"):
-        call(*op_arguments(grad=True))
 
 
 def test_override_after_compiling(device: torch.device, register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
