@@ -133,6 +133,8 @@ def check_files(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the program now, not after all measurements, if the results could not be written."""
     if args.json == args.csv == "-":
         p.error("--json and --csv cannot both go to stdout: give one of them a FILE")
+    if args.json is not None and args.json == args.csv:
+        p.error(f"--json and --csv cannot both go to {args.json}: the second would replace the first")
     for target in {args.json, args.csv} - {None, "-"}:
         place = target if os.path.exists(target) else os.path.dirname(target) or "."
         if os.path.isdir(target) or not os.access(place, os.W_OK):

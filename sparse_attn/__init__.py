@@ -12,6 +12,7 @@ from .errors import (
     SparseAttnWarning,
     UnknownBackendError,
 )
+from .messages import Explanation
 from .registry import backend_specs, last_backend, register_backend, unregister_backend, use_backend
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "BackendSpec",
     "BackendUnavailableError",
     "Device",
+    "Explanation",
     "FallbackWarning",
     "PluginWarning",
     "Problem",

@@ -20,7 +20,8 @@ def _typical_problem(device: torch.device) -> Problem:
 
 def _report(device: torch.device, explanation: Explanation) -> str:
     width = max(map(len, explanation.reasons))
-    lines = [f"{device}: {explanation.device}"]
+    nothing = "" if explanation.chosen else f": nothing would run, since {explanation.how} cannot"
+    lines = [f"{device}: {explanation.device}{nothing}"]
     for name, reasons in explanation.reasons.items():
         answer = "chosen" if name == explanation.chosen else "no" if reasons else "yes"
         text = f"  {name:<{width}}  {answer:<6}  {'; '.join(reasons)}".rstrip()

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import ops, registry
 from .checks import check_arguments
@@ -66,7 +67,8 @@ def sparse_attention(
     ``index[b, h // g, i, :]``, with ``g = Hq / Hk`` query heads to a key/value head. The order of ids is free and
     duplicates count once; ``-1`` and every other id outside ``[0, ceil(M / block_size))`` means nothing, wherever it
     stands. A query that sees no key gets 0 (and ``lse = -inf``, and zero gradients). Keys and values that no query sees
-    are never used: they may hold anything.
+    are never used: they may hold anything. Those that some query of their batch entry and group sees should be
+    finite: a NaN among them may reach other queries.
 
         out[b, h, i] = softmax(sm_scale * q[b, h, i] @ k[b, h // g, seen].T) @ v[b, h // g, seen]
 
@@ -96,11 +98,15 @@ def sparse_attention(
     block_size, scale, q_offset = check_arguments(q, k, v, index, block_size, sm_scale, q_offset)
     if _needs_grad(q, k, v):
         out, lse = ops.differentiable(q, k, v, index, block_size, scale, q_offset)
-    elif return_lse:
-        out, lse = ops.forward_lse(q, k, v, index, block_size, scale, q_offset)
-    else:
-        return ops.forward(q, k, v, index, block_size, scale, q_offset)
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    if torch.compiler.is_compiling():
+        forward = ops.forward_lse if return_lse else ops.forward
+        return forward(q, k, v, index, block_size, scale, q_offset)
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        _refuse_tangents(q, k, v)
+    with ops.below_autograd():
+        forward = ops.forward_lse if return_lse else ops.forward
+        return forward(q, k, v, index, block_size, scale, q_offset)
 
 
 def problem_of(
@@ -130,6 +136,11 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     Print the result to read it. A forced backend that cannot run the call gives ``chosen=None``, not an error.
     """
     return registry.explanation(problem_of(*args, **kwargs))
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("sparse_attention has no forward-mode derivative: use reverse mode")
 
 
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -95,7 +95,8 @@ class Backend(Protocol):
         """Compute ``out`` ``[B, Hq, N, Dv]`` in q's dtype and, with ``return_lse``, ``lse`` ``[B, Hq, N]`` in fp32.
 
         Arguments are those of ``sparse_attn.sparse_attention``, already checked, with any strides. Both results are
-        new, contiguous tensors. ``index`` must not be read on the host.
+        new, contiguous tensors. ``index`` must not be read on the host. The current device need not be q's: a backend
+        that launches kernels by itself sets it.
         """
         ...
 
@@ -122,12 +123,12 @@ class BackendSpec:
     Args:
         name: what users write, ``[a-z][a-z0-9_]*``.
         target: ``"package.module:attribute"`` of an object that follows :class:`Backend`; imported on first use.
-        architectures: shell patterns over ``Device.arch``, e.g. ``("sm80", "sm9*")``.
-        requires: packages that ``target`` imports beside torch.
+        architectures: shell patterns over ``Device.arch``, e.g. ``("sm80", "sm9*")``; any sequence of strings.
+        requires: packages that ``target`` imports beside torch; any sequence of :class:`Requirement`.
         install: what to type when one of them is missing.
 
     Raises:
-        ValueError: if a field is malformed.
+        TypeError, ValueError: if a field is malformed.
     """
 
     name: str
@@ -141,10 +142,13 @@ class BackendSpec:
             raise ValueError(f"BackendSpec.name must match [a-z][a-z0-9_]* and not be 'auto', got {self.name!r}")
         if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.target):
             raise ValueError(f"BackendSpec.target must look like 'package.module:attribute', got {self.target!r}")
-        if isinstance(self.architectures, str) or not self.architectures:
-            raise ValueError(
-                f"BackendSpec.architectures must be a non-empty tuple of patterns, got {self.architectures!r}"
-            )
+        for field, kind in (("architectures", str), ("requires", Requirement)):
+            value = getattr(self, field)
+            if isinstance(value, (str, Requirement)) or not all(isinstance(x, kind) for x in value):
+                raise TypeError(f"BackendSpec.{field} must be a tuple of {kind.__name__}, got {value!r}")
+            object.__setattr__(self, field, tuple(value))  # a list would not hash
+        if not self.architectures:
+            raise ValueError("BackendSpec.architectures must name at least one pattern, got none")
 
     @property
     def module(self) -> str:

@@ -32,7 +32,20 @@ def import_failed(spec: BackendSpec, error: BaseException) -> str:
 
 
 def not_a_backend(spec: BackendSpec, got: object) -> str:
-    return f"needs {spec.target} to be callable and to have the method 'unsupported', got {type(got).__name__}"
+    kind = f"the class {got.__name__}, not an instance" if isinstance(got, type) else type(got).__name__
+    return f"needs {spec.target} to be callable and to have the method 'unsupported', got {kind}"
+
+
+def unsupported_failed(name: str, error: BaseException) -> str:
+    return f"the backend {name} failed when asked what it supports: {type(error).__name__}: {error}"
+
+
+def unsupported_is_no_list(name: str, got: object) -> str:
+    return f"the backend {name}'s unsupported() must return a sequence of reasons, got {got!r}"
+
+
+def lse_missing(name: str) -> str:
+    return f"the backend {name} was called with return_lse=True and returned None for lse"
 
 
 def no_backward() -> str:

@@ -6,19 +6,21 @@ changed after compiling still counts.
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import registry
+from . import messages, registry
 from .contract import Problem
 from .device import describe
 
 # One operator for each thing that a caller may want, since what it does not want would cost it: of the 10 us that a
-# call may take on the host, a second result costs 1 and an autograd kernel in Python 3. ``differentiable`` is the one
-# that has a gradient; ``sparse_attention`` picks it when one is needed.
+# call may take on the host, a second result costs 1. All have a gradient, also those that are meant for calls without
+# one: a graph that was traced for inference may be run on inputs that require gradients. ``differentiable``
+# is for calls that are known to need one, so that the backend can be chosen for it.
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor index, int block_size, float sm_scale, SymInt q_offset"
@@ -33,6 +35,8 @@ forward = torch.ops.sparse_attn.forward.default
 forward_lse = torch.ops.sparse_attn.forward_lse.default
 differentiable = torch.ops.sparse_attn.differentiable.default
 backward = torch.ops.sparse_attn.backward.default
+# Enters the dispatcher below the autograd key, whose kernel is Python's: 3 us, even when there is nothing to record.
+below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def problem_of_call(
@@ -49,11 +53,10 @@ def problem_of_call(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int) -> Tensor:
-    selection = registry.select(
-        problem_of_call(q, k, v, index, block_size, q_offset, False, False), registry.current_override()
-    )
+    problem = problem_of_call(q, k, v, index, block_size, q_offset, False, False)
+    selection = registry.select(problem, registry.current_override())
     out, _ = selection.backend(q, k, v, index, block_size, sm_scale, q_offset, False)
-    registry.record(selection)
+    registry.record(selection, problem.device)
     return out
 
 
@@ -67,12 +70,12 @@ def _forward_lse(
     q_offset: int,
     needs_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    selection = registry.select(
-        problem_of_call(q, k, v, index, block_size, q_offset, True, needs_grad), registry.current_override()
-    )
+    problem = problem_of_call(q, k, v, index, block_size, q_offset, True, needs_grad)
+    selection = registry.select(problem, registry.current_override())
     out, lse = selection.backend(q, k, v, index, block_size, sm_scale, q_offset, True)
-    registry.record(selection)
-    assert lse is not None  # the contract of Backend, with return_lse
+    registry.record(selection, problem.device)
+    if lse is None:
+        raise TypeError(messages.lse_missing(selection.name))
     return out, lse
 
 
@@ -110,12 +113,17 @@ def _backward_fake(
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.block_size, ctx.sm_scale, ctx.q_offset = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
     # The backward pass runs in the autograd engine's own thread, which does not see use_backend of this one.
     ctx.override = registry.current_override()
+
+
+def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save_inputs(ctx, inputs, output)
+    ctx.save_for_backward(*output, *inputs[:4])
+    ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -124,19 +132,25 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return (*grads, None, None, None, None)
 
 
+def _gradient_without_lse(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Of ``forward``, which did not keep lse: run once more for it."""
+    scalars = ctx.block_size, ctx.sm_scale, ctx.q_offset
+    with registry.override_as(ctx.override):
+        output = forward_lse(*(x.detach() for x in ctx.saved_tensors), *scalars)
+        grads = backward(grad_out, None, *output, *ctx.saved_tensors, *scalars)
+    return (*grads, None, None, None, None)
+
+
 def _refuse_second_gradient(*_: Any) -> NoReturn:
     raise NotImplementedError("sparse_attention has no second derivative: its backward pass is not differentiable")
 
 
-for _name, _implementation, _fake in (
-    ("forward", _forward, _forward_fake),
-    ("forward_lse", _forward_lse, _forward_lse_fake),
-    ("differentiable", partial(_forward_lse, needs_grad=True), _forward_lse_fake),
-    ("backward", _backward, _backward_fake),
+for _name, _implementation, _fake, _derivative, _setup in (
+    ("forward", _forward, _forward_fake, _gradient_without_lse, _save_inputs),
+    ("forward_lse", _forward_lse, _forward_lse_fake, _gradient, _save_all),
+    ("differentiable", partial(_forward_lse, needs_grad=True), _forward_lse_fake, _gradient, _save_all),
+    ("backward", _backward, _backward_fake, _refuse_second_gradient, None),
 ):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparse_attn::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "sparse_attn::differentiable", _gradient, setup_context=_save_for_backward, lib=_library
-)
-torch.library.register_autograd("sparse_attn::backward", _refuse_second_gradient, lib=_library)
+    torch.library.register_autograd(f"sparse_attn::{_name}", _derivative, setup_context=_setup, lib=_library)

@@ -2,7 +2,7 @@
 
 The first row whose pattern matches ``Device.arch`` counts. The order within a row is the order of measured speed on
 that architecture (docs/performance.md). Backends that a row does not name, as plugins, come after those it does and
-before the fallback, which is always last: a plugin is never preferred by being installed.
+before the fallback, which is always last: on a CPU, for one, a plugin made for CPUs comes first.
 """
 
 # What is left when nothing made for the device can run a call; never the better choice on an accelerator.

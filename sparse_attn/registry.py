@@ -10,8 +10,9 @@ import importlib
 import importlib.util
 import os
 import re
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -47,7 +48,11 @@ class Selection(NamedTuple):
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
+_BUILTIN_NAMES = frozenset(spec.name for spec in BUILTIN)
+# Replaced, never changed: a thread that reads it needs no lock.
 _specs: dict[str, BackendSpec] = {spec.name: spec for spec in BUILTIN}
+_plugins_loaded = False
+_table_lock = threading.RLock()
 
 
 def register_backend(spec: BackendSpec) -> None:
@@ -57,17 +62,29 @@ def register_backend(spec: BackendSpec) -> None:
         TypeError: if ``spec`` is not a :class:`BackendSpec`.
         ValueError: if the name is taken by another backend.
     """
+    global _specs
     if not isinstance(spec, BackendSpec):
         raise TypeError(f"spec must be a BackendSpec, got {type(spec).__name__}")
-    if _specs.get(spec.name, spec) != spec:
-        raise ValueError(f"the backend name {spec.name!r} is taken by {_specs[spec.name].target}")
-    _specs[spec.name] = spec
+    with _table_lock:
+        if _specs.get(spec.name, spec) != spec:
+            raise ValueError(f"the backend name {spec.name!r} is taken by {_specs[spec.name].target}")
+        _specs = {**_specs, spec.name: spec}
     _forget()
 
 
 def unregister_backend(name: str) -> None:
-    """Take a backend out of the table again, e.g. one that a test announced."""
-    _specs.pop(name, None)
+    """Take a backend out of the table that :func:`register_backend` put in.
+
+    Raises:
+        UnknownBackendError: if no backend has that name.
+        ValueError: if it is one of those that ship.
+    """
+    global _specs
+    if name in _BUILTIN_NAMES:
+        raise ValueError(f"the backend {name!r} ships with sparse_attn and cannot be taken out")
+    with _table_lock:
+        _check_known(Override(name, f"unregister_backend({name!r})"))
+        _specs = {other: spec for other, spec in _specs.items() if other != name}
     _forget()
 
 
@@ -83,19 +100,22 @@ def _forget() -> None:
     _load.cache_clear()
 
 
-@lru_cache(maxsize=1)
 def _load_plugins() -> None:
-    from importlib.metadata import entry_points  # scans every installed distribution: not at import
+    global _plugins_loaded
+    if _plugins_loaded:
+        return
+    with _table_lock:
+        if _plugins_loaded:  # by another thread while this one waited, or by a plugin that asks while it is loaded
+            return
+        _plugins_loaded = True
+        from importlib.metadata import entry_points  # scans every installed distribution: not at import
 
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            register_backend(entry_point.load())
-        except Exception as error:  # a third party's code: whatever it raises must not break this package
-            warnings.warn(
-                messages.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}"),
-                PluginWarning,
-                stacklevel=2,
-            )
+        for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                register_backend(entry_point.load())
+            except Exception as error:  # a third party's code: whatever it raises must not break this package
+                said = messages.plugin_ignored(entry_point.name, f"{type(error).__name__}: {error}")
+                warnings.warn(said, PluginWarning, stacklevel=2)
 
 
 # --- reasons, cheapest first -----------------------------------------------------------------------------------------
@@ -110,7 +130,13 @@ def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
     if unavailable is not None:
         return (unavailable,)
     backend = _loaded(name)
-    reasons = tuple(backend.unsupported(problem))
+    try:
+        said = backend.unsupported(problem)
+    except Exception as error:  # a bug, not a "no": it must not pass for one
+        raise RuntimeError(messages.unsupported_failed(name, error)) from error
+    if isinstance(said, str) or not isinstance(said, Iterable):
+        raise TypeError(messages.unsupported_is_no_list(name, said))
+    reasons = tuple(said)
     if problem.needs_grad and not hasattr(backend, "backward"):
         reasons += (messages.no_backward(),)
     return reasons
@@ -147,7 +173,11 @@ def _load(spec: BackendSpec) -> Backend | str:
         backend = getattr(importlib.import_module(spec.module), spec.target.partition(":")[2])
     except Exception as error:  # a broken install raises anything (OSError for a library, RuntimeError for a driver)
         return messages.import_failed(spec, error)
-    return backend if isinstance(backend, Backend) else messages.not_a_backend(spec, backend)
+    return (
+        backend
+        if isinstance(backend, Backend) and not isinstance(backend, type)
+        else messages.not_a_backend(spec, backend)
+    )
 
 
 def _module_exists(module: str) -> bool:
@@ -196,7 +226,7 @@ _ENVIRONMENT_KEY: Any = getattr(os.environ, "encodekey", str)(ENVIRONMENT_VARIAB
 
 @lru_cache(maxsize=16)
 def _environment_override(value: str) -> Override:
-    return Override(value.strip() or _AUTO, f"{ENVIRONMENT_VARIABLE}={value}")
+    return Override(value.strip() or _AUTO, f"{ENVIRONMENT_VARIABLE}={value.strip()}")
 
 
 @contextmanager
@@ -207,10 +237,13 @@ def use_backend(name: str) -> Iterator[None]:
     :class:`BackendUnavailableError`: nothing else is tried.
 
     Raises:
+        TypeError: if ``name`` is not a string.
         UnknownBackendError: if no backend has that name.
     """
-    override = Override(name, f"use_backend({name!r})")
-    if name != _AUTO:
+    if not isinstance(name, str):
+        raise TypeError(f"use_backend needs a backend's name or 'auto', got {type(name).__name__}")
+    override = Override(name.strip(), f"use_backend({name!r})")
+    if override.name != _AUTO:
         _check_known(override)
     with override_as(override):
         yield
@@ -254,11 +287,10 @@ def select(problem: Problem, override: Override | None = None) -> Selection:
 def candidates(device: Device) -> tuple[str, ...]:
     """Names of the backends that the automatic choice tries on ``device``, in order."""
     row = next(names for pattern, names in PREFERENCE if fnmatchcase(device.arch, pattern))
-    builtin = {spec.name for spec in BUILTIN}
     plugins = [
         name
         for name, spec in _specs.items()
-        if name not in builtin and any(fnmatchcase(device.arch, pattern) for pattern in spec.architectures)
+        if name not in _BUILTIN_NAMES and any(fnmatchcase(device.arch, pattern) for pattern in spec.architectures)
     ]
     return (*(name for name in row if name != FALLBACK), *plugins, FALLBACK)
 
@@ -282,19 +314,21 @@ def last_backend() -> str | None:
     return _last.get()
 
 
-def record(selection: Selection) -> None:
+def record(selection: Selection, device: Device) -> None:
     """Remember what has run, and say so, the first time, if it was a fallback.
 
     Called afterwards, since a backend may call others on its way.
     """
     _last.set(selection.name)
     if selection.warning is not None:
-        _warn_once(selection.warning)
+        # The reasons may name lengths, which change with every call: what fell back to what is the key.
+        key = (selection.name, device, tuple(selection.skipped))
+        if key not in _warned:
+            _warned.add(key)
+            warnings.warn(selection.warning, FallbackWarning, stacklevel=5)  # the caller of sparse_attention
 
 
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, FallbackWarning, stacklevel=2)
+_warned: set[tuple[str, Device, tuple[str, ...]]] = set()
 
 
 def _warning(name: str, device: Device, skipped: dict[str, tuple[str, ...]]) -> str | None:

@@ -322,13 +322,13 @@ def _int32_offsets(dtype: torch.dtype, axis: int) -> Inputs:
     The storage is reserved, not written: the system backs it with memory only where the case puts values.
     """
     x = make(dtype, B=2, Hq=2, Hk=2, N=64, D=16, block_size=32, topk=2)
-    strides = [2 * 64 * 16, 64 * 16, 16, 1]
-    strides[axis] = 2**31 // (x.q.shape[axis] - 1) + 64
     views = {}
-    for name in ("q", "k", "v"):
+    for name in ("q", "k", "v", "index"):
         dense = getattr(x, name)
+        strides = list(dense.stride())
+        strides[axis] = 2**31 // (dense.shape[axis] - 1) + 64
         last = sum((n - 1) * stride for n, stride in zip(dense.shape, strides, strict=True))
-        views[name] = torch.empty(last + 1, dtype=dtype).as_strided(dense.shape, strides).copy_(dense)
+        views[name] = torch.empty(last + 1, dtype=dense.dtype).as_strided(dense.shape, strides).copy_(dense)
     return replace(x, **views)
 
 

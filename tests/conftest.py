@@ -63,7 +63,7 @@ def device() -> torch.device:
 def _no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the override of the shell it was started from, nor the warnings that another one has used up."""
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
-    registry._warn_once.cache_clear()
+    registry._warned.clear()
 
 
 @pytest.fixture(autouse=True)

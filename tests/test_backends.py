@@ -222,6 +222,40 @@ def test_at_scale(backend: str, shape: str, device: torch.device) -> None:
     assert_close(out[:, :, rows], expected.cpu(), bound, "out")
 
 
+# --- graphs: captured by CUDA, or by torch.compile --------------------------------------------------------------------
+
+
+def test_graph_capture_reads_new_index(backend: str, device: torch.device) -> None:
+    """Replay with other contents of index gives the other result: nothing of index was read on the host."""
+    if device.type != "cuda":
+        pytest.skip(f"CUDA graphs need a CUDA device, got {device}")
+    x = CASES["contest_large1"].build(torch.float16).to(device)
+    skip_if_unsupported(backend, x)
+    other = x.index.roll(17, 2)
+    with sparse_attn.use_backend(backend):
+        sparse_attn.sparse_attention(*x.args)  # warm up: libraries make their handles, kernels are compiled
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sparse_attn.sparse_attention(*x.args)
+        for index in (x.index.clone(), other):
+            x.index.copy_(index)
+            graph.replay()
+            assert torch.equal(out, sparse_attn.sparse_attention(*x.args))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled(backend: str, mode: str, device: torch.device) -> None:
+    x = CASES["contest_large1"].build(torch.float16).to(device)
+    skip_if_unsupported(backend, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: sparse_attn.sparse_attention(q, *x.args[1:]) * 2, mode=mode, fullgraph=True)
+    with sparse_attn.use_backend(backend):
+        for step in range(4):
+            q = x.q + step
+            assert torch.equal(compiled(q).clone(), sparse_attn.sparse_attention(q, *x.args[1:]) * 2)
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +295,28 @@ def test_gradients(backend: str, case: str, dtype: torch.dtype, device: torch.de
     for name, mine, right, low in zip("qkv", got, expected, eager, strict=True):
         terms = x.k.shape[2] if name == "q" else N * Hq // x.k.shape[1]
         assert_close(mine, right, allowed(low, right, dtype, terms), f"d{name}")
+
+
+@pytest.mark.parametrize("poisoned", ["q", "grad_out", "grad_lse"])
+def test_queries_that_see_nothing_have_no_gradient(backend: str, poisoned: str, device: torch.device) -> None:
+    """Whatever they hold, whatever comes back to them: NaN, as from merging two lse of -inf, goes nowhere."""
+    x = make(torch.float32, Hq=8, N=150, topk=3)
+    index = x.index.clone()
+    index[:, :, 70] = -1
+    x = replace(x, index=index).to(device)
+    if poisoned == "q":
+        x.q[:, :, 70] = torch.nan
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    skip_if_unsupported(backend, x)
+    with sparse_attn.use_backend(backend):
+        out, lse = sparse_attn.sparse_attention(*x.args, return_lse=True)
+    weights = [torch.ones_like(out), torch.ones_like(lse)]
+    if poisoned != "q":
+        weights[("grad_out", "grad_lse").index(poisoned)][:, :, 70] = torch.nan
+    grads = torch.autograd.grad((out, lse), leaves, weights)
+    assert not any(g.isnan().any() for g in grads)
+    assert (out[:, :, 70] == 0).all()
+    assert (grads[0][:, :, 70] == 0).all()
 
 
 @pytest.mark.parametrize("D", [64, 128])

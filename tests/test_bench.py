@@ -183,7 +183,8 @@ def test_piped_table_is_plain_and_whole() -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:3] == ["small", "reference", "PASS"]
     assert cells[-2:] == ["dense fp64", "torch.utils.benchmark"]
-    assert done.stderr.startswith("On a CPU:")
+    said = [line for line in done.stderr.splitlines() if "CUDA runtime" not in line]  # torch's own, where it finds nvcc
+    assert [line.partition(":")[0] for line in said] == ["On a CPU"]
 
 
 def test_json_has_every_field(tmp_path: Path) -> None:
@@ -213,7 +214,8 @@ def test_missing_rich_is_said_in_one_line() -> None:
     code = "import runpy, sys; sys.modules['rich'] = None; runpy.run_module('bench', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "needs rich: pip install 'sparse_attn[bench]'\n"
+    assert done.stderr.splitlines()[-1] == "needs rich: pip install 'sparse_attn[bench]'"
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,15 @@ def test_command_prints_every_backend_with_its_reason() -> None:
         assert any(line.split()[:2] == [name, "no"] and "needs a device" in line for line in lines)
 
 
+def test_command_with_an_override_that_cannot_run() -> None:
+    environment = {**os.environ, "SPARSE_ATTN_BACKEND": "torch_npu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "sparse_attn"], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert "\ncpu: cpu: nothing would run, since SPARSE_ATTN_BACKEND=torch_npu cannot\n" in done.stdout
+    assert "chosen" not in done.stdout
+
+
 def test_command_with_a_misspelt_override() -> None:
 
     environment = {**os.environ, "SPARSE_ATTN_BACKEND": "tritn"}
@@ -104,7 +113,7 @@ def test_command_with_a_misspelt_override() -> None:
 
 # Which modules of the package each module may import. Whatever lies in backends/ follows the rule for backends.
 ARROWS: dict[str, set[str]] = {
-    "__init__": {"api", "contract", "errors", "registry"},
+    "__init__": {"api", "contract", "errors", "messages", "registry"},
     "__main__": {"", "contract", "device", "messages", "registry"},
     "api": {"checks", "contract", "messages", "ops", "registry"},
     "checks": set(),
@@ -112,7 +121,7 @@ ARROWS: dict[str, set[str]] = {
     "device": {"contract"},
     "errors": set(),
     "messages": {"contract"},
-    "ops": {"contract", "device", "registry"},
+    "ops": {"contract", "device", "messages", "registry"},
     "preference": set(),
     "registry": {"", "backends", "contract", "errors", "messages", "preference"},
 }

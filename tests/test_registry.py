@@ -317,11 +317,13 @@ def test_slow_fallback_says_why(everything_works: dict[str, Fake]) -> None:
 def test_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator where nothing else can run: the CPU passes for one."""
     monkeypatch.setattr(sparse_attn.ops, "describe", lambda device: MI300)
-    with pytest.warns(FallbackWarning, match="reference backend on AMD Instinct MI300X"):
+    with pytest.warns(FallbackWarning, match="reference backend on AMD Instinct MI300X") as caught:
         call()
+    assert caught[0].filename == __file__  # it points at the caller
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
+        sparse_attn.sparse_attention(*make(torch.float16, N=17).args)  # another length: the same fallback
         with sparse_attn.use_backend("reference"):  # forced: no fallback
             call()
 
@@ -371,7 +373,6 @@ def test_absent_package_of_a_preferred_backend_is_silent(
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a distribution with one entry point, as pip would leave it, and forget that plugins were loaded."""
-    names = []
 
     def install(entry: str, source: str) -> None:
         (tmp_path / "third_party_plugin.py").write_text(source)
@@ -380,15 +381,13 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1\n")
         (info / "entry_points.txt").write_text(f"[sparse_attn.backends]\n{entry}\n")
         monkeypatch.syspath_prepend(tmp_path)
-        registry._load_plugins.cache_clear()
-        names.append("third")
+        monkeypatch.setattr(registry, "_plugins_loaded", False)
+        registry._forget()
 
     yield install
-    for name in names:
-        sparse_attn.unregister_backend(name)
+    if "third" in registry._specs:
+        sparse_attn.unregister_backend("third")
     __import__("sys").modules.pop("third_party_plugin", None)
-    monkeypatch.undo()
-    registry._load_plugins.cache_clear()
 
 
 PLUGIN = """
@@ -402,11 +401,13 @@ backend = Backend()
 """
 
 
-def test_plugin_is_found_and_never_preferred(plugin: Any) -> None:
+def test_plugin_is_found_and_comes_before_the_fallback(plugin: Any) -> None:
     plugin("third = third_party_plugin:spec", PLUGIN)
     assert "third" in sparse_attn.backend_specs()
     assert registry.candidates(H20) == ("tilelang", "triton", "third", "reference")
     assert registry.candidates(A100) == ("triton", "reference")
+    assert registry.candidates(CPU) == ("third", "reference")
+    assert call().unique().tolist() == [9]
     with sparse_attn.use_backend("third"):
         assert call().unique().tolist() == [9]
 
@@ -433,12 +434,101 @@ def test_spec_checks_its_name(name: str) -> None:
         BackendSpec(name, "module:attribute", ("*",))
 
 
-def test_spec_checks_its_fields() -> None:
-    with pytest.raises(ValueError, match=r"BackendSpec\.target"):
-        BackendSpec("name", "module.attribute", ("*",))
-    for wrong in ("sm90", ()):
-        with pytest.raises(ValueError, match=r"BackendSpec\.architectures"):
-            BackendSpec("name", "module:attribute", wrong)
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("target", "module.attribute", ValueError),
+        ("architectures", (), ValueError),
+        ("architectures", "sm90", TypeError),
+        ("architectures", (90,), TypeError),
+        ("requires", ("triton",), TypeError),
+        ("requires", Requirement("triton"), TypeError),
+    ],
+)
+def test_spec_checks_its_fields(field: str, value: Any, error: type[Exception]) -> None:
+    fields = {"name": "name", "target": "module:attribute", "architectures": ("*",), field: value}
+    with pytest.raises(error, match=rf"BackendSpec\.{field}"):
+        BackendSpec(**fields)
+
+
+def test_spec_takes_lists() -> None:
+    spec = BackendSpec("name", "module:attribute", ["*"], requires=[Requirement("torch")])
+    assert hash(spec) == hash(BackendSpec("name", "module:attribute", ("*",), requires=(Requirement("torch"),)))
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ("needs D=64", TypeError, r"backend fabricated's unsupported\(\) must return .* got 'needs D=64'"),
+        (None, TypeError, "got None"),
+        (RuntimeError("boom"), RuntimeError, "backend fabricated failed .* RuntimeError: boom"),
+    ],
+)
+def test_backend_whose_reasons_are_wrong_is_named(register: Any, said: Any, error: Any, message: str) -> None:
+    class Wrong(Fake):
+        def unsupported(self, problem: Problem) -> Any:
+            if isinstance(said, Exception):
+                raise said
+            return said
+
+    register("fabricated", Wrong())
+    with sparse_attn.use_backend("fabricated"), pytest.raises(error, match=message):
+        call()
+
+
+def test_backend_that_forgets_lse_is_named(register: Any) -> None:
+    class Wrong(Fake):
+        def __call__(self, *arguments: Any) -> Any:
+            return super().__call__(*arguments)[0], None
+
+    register("fabricated", Wrong())
+    with sparse_attn.use_backend("fabricated"), pytest.raises(TypeError, match=r"fabricated .* returned None for lse"):
+        sparse_attn.sparse_attention(*make(torch.float16, N=16).args, return_lse=True)
+
+
+def test_class_in_place_of_a_backend_is_refused(register: Any) -> None:
+    register("fabricated", Fake)
+    assert "the class Fake, not an instance" in str(registry.unavailable_on("fabricated", CPU))
+
+
+def test_unregister_only_what_was_registered(register: Any) -> None:
+    with pytest.raises(ValueError, match="ships with sparse_attn"):
+        sparse_attn.unregister_backend("reference")
+    with pytest.raises(UnknownBackendError, match=r"unregister_backend\('nothing'\)"):
+        sparse_attn.unregister_backend("nothing")
+
+
+def test_use_backend_wants_a_name() -> None:
+    with pytest.raises(TypeError, match="use_backend needs a backend's name or 'auto', got NoneType"):
+        sparse_attn.use_backend(None).__enter__()
+
+
+def test_calls_while_others_register(register: Any) -> None:
+    """The table is replaced, not changed: nobody sees it half done."""
+    register("one", Fake())
+    stop, failures = threading.Event(), []
+
+    def keep_selecting() -> None:
+        n = 0
+        while not stop.is_set():
+            n += 1
+            try:
+                registry.select(problem(CPU, N=n, M=n))
+            except Exception as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=keep_selecting) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for n in range(300):
+        spec = BackendSpec(f"spare{n}", "sparse_attn.registry:select", ("sm90",))
+        sparse_attn.register_backend(spec)
+        sparse_attn.unregister_backend(spec.name)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

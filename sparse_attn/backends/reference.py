@@ -2,17 +2,17 @@
 
 Every other backend is validated against it, so it has to be obviously right first, and then fast and small enough to
 validate at real sizes. Of the two obvious forms it takes the dense one, in tiles: all scores of a few queries against every
-key up to the last of them, with the unselected ones masked out. Gathering the selected keys instead would copy
-``topk * block_size`` keys for every query (550 GB in fp32 at 8192 keys, 64 blocks of 64 and 2 x 4 heads), where the
-dense form reads each key once per tile and leaves the arithmetic to a matrix product. It does more
-arithmetic than needed for sparse selections; docs/performance.md has its times.
+key up to the last of them, with the unselected ones masked out. Gathering the selected keys of each query instead copies
+``topk * block_size`` rows of k and of v for each (275 GB in fp32 for 2 x 4 heads, 8192 queries and 64 blocks of 64), where
+the dense form reads k and v once per tile and leaves the work to a matrix product. It does more arithmetic than
+a sparse selection needs; docs/performance.md has the times of both.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +48,11 @@ class Reference:
         B, Hq, N, _ = q.shape
         out = q.new_zeros(B, Hq, N, v.shape[3])
         lse = q.new_full((B, Hq, N), -torch.inf, dtype=torch.float32)
-        with _plain_fp32(q.device.type):
+        with _exact_products(q.device.type):
             for tile in _tiles(q, k, v, index, block_size, sm_scale, q_offset):
                 m_i, l_i = _exponentiate(tile.scores)
-                out[tile.b, :, tile.rows] = tile.ungroup(tile.scores @ tile.v / l_i).to(out.dtype)
+                o = (tile.scores @ tile.v / l_i).masked_fill_(tile.empty, 0)
+                out[tile.b, :, tile.rows] = tile.ungroup(o).to(out.dtype)
                 lse[tile.b, :, tile.rows] = tile.ungroup(m_i + l_i.log()).squeeze(-1)
         return out, lse if return_lse else None
 
@@ -77,17 +78,17 @@ class Reference:
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
         dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-        with _plain_fp32(q.device.type):
+        with _exact_products(q.device.type):
             for tile in _tiles(q, k, v, index, block_size, sm_scale, q_offset):
                 b, rows, keys = tile.b, tile.rows, tile.keys
                 _, l_i = _exponentiate(tile.scores)
                 p = tile.scores.div_(l_i)
-                do = tile.group(grad_out[b, :, rows].float())
+                do = tile.group(grad_out[b, :, rows].float()).masked_fill(tile.empty, 0)
                 dv[b, :, keys] += p.mT @ do
                 dp = do @ tile.v.mT
                 ds = dp - (dp * p).sum(-1, keepdim=True)
                 if grad_lse is not None:
-                    ds += tile.group(grad_lse[b, :, rows])[..., None]
+                    ds += tile.group(grad_lse[b, :, rows])[..., None].masked_fill(tile.empty, 0)
                 ds *= p
                 dq[b, :, rows] = tile.ungroup(ds @ tile.k * sm_scale).to(dq.dtype)
                 dk[b, :, keys] += ds.mT @ tile.q
@@ -101,7 +102,8 @@ class _Tile(NamedTuple):
     """A run of queries of one batch entry against every key up to the last of them, all heads, in fp32.
 
     The ``g`` heads of a group and the ``n`` queries share one axis of ``g * n`` rows: q ``[Hk, g*n, D]`` (scaled), k
-    ``[Hk, m, D]``, v ``[Hk, m, Dv]``, scores ``[Hk, g*n, m]`` with -inf where a key is not seen.
+    ``[Hk, m, D]``, v ``[Hk, m, Dv]``, scores ``[Hk, g*n, m]`` with -inf where a key is not seen. ``empty``
+    ``[Hk, g*n, 1]`` marks the rows that see nothing.
     """
 
     b: int
@@ -111,6 +113,7 @@ class _Tile(NamedTuple):
     k: Tensor
     v: Tensor
     scores: Tensor
+    empty: Tensor
 
     def group(self, x: Tensor) -> Tensor:
         """``[Hq, n, ...]`` -> ``[Hk, g*n, ...]``."""
@@ -135,14 +138,16 @@ def _tiles(
             if keys.stop == 0:
                 continue
             seen = _seen(index[b, :, rows], block_size, rows, keys, M, q_offset)
-            # A key that no query sees may hold NaN, and 0 * NaN is NaN: it must not reach a product.
+            # What is not used may hold NaN, and 0 * NaN is NaN: keys that no query sees, and queries that see no key,
+            # must not reach a product.
             unseen = ~seen.any(1)[..., None]
+            empty = ~seen.any(2)[:, None].expand(Hk, Hq // Hk, -1).reshape(Hk, -1, 1)
             tile_k = k[b, :, keys].float().masked_fill(unseen, 0)
             tile_v = v[b, :, keys].float().masked_fill(unseen, 0)
-            tile_q = (q[b, :, rows].float() * sm_scale).reshape(Hk, -1, q.shape[3])
+            tile_q = (q[b, :, rows].float() * sm_scale).reshape(Hk, -1, q.shape[3]).masked_fill(empty, 0)
             scores = tile_q @ tile_k.mT
             scores.unflatten(1, (Hq // Hk, -1)).masked_fill_(~seen[:, None], -torch.inf)
-            yield _Tile(b, rows, keys, tile_q, tile_k, tile_v, scores)
+            yield _Tile(b, rows, keys, tile_q, tile_k, tile_v, scores, empty)
 
 
 def _seen(index: Tensor, block_size: int, rows: slice, keys: slice, M: int, q_offset: int) -> Tensor:
@@ -171,30 +176,53 @@ def _exponentiate(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 # --- fp32 that is fp32, whatever the process has asked for -----------------------------------------------------------
 
-_precision_lock = threading.Lock()
+class _PlainFp32:
+    """Switch TF32 and its like off while at least one call is inside. The switches belong to the process."""
 
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.undo = ExitStack()
 
-@contextmanager
-def _plain_fp32(device_type: str) -> Iterator[None]:
-    """Switch off autocast, and TF32 and its like, for a while. Their switches belong to the process: hence the lock."""
-    with ExitStack() as stack:
-        if torch.amp.is_autocast_available(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(_precision_lock)
-        if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch >= 2.9
-            for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
-                before = switch.fp32_precision
-                if before != "none":  # what "none" stands for is IEEE
-                    switch.fp32_precision = "ieee"
-                    stack.callback(_put_back, switch, before)
-        else:
-            # The older functions raise in newer torch once a process has used the newer switches, and the other way round.
-            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    def __enter__(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                self._switch_off()
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                self.undo.close()
+
+    def _switch_off(self) -> None:
+        if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch < 2.9
+            self.undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
-        yield
+            return
+        # The functions above raise once a process has used these switches, which see to both.
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+            before = switch.fp32_precision
+            if before != "none":  # what "none" stands for is IEEE
+                switch.fp32_precision = "ieee"
+                self.undo.callback(_put_back, switch, before)
 
 
 def _put_back(switch: Any, before: str) -> None:
     switch.fp32_precision = "none"  # inherited from torch.backends.fp32_precision, if it reads as before now
     if switch.fp32_precision != before:
         switch.fp32_precision = before
+
+
+_plain_fp32 = _PlainFp32()
+
+
+@contextmanager
+def _exact_products(device_type: str) -> Iterator[None]:
+    """Matrix products of fp32 in fp32, whatever autocast and the process have asked for."""
+    autocast_off: Any = nullcontext()
+    if torch.amp.is_autocast_available(device_type):
+        autocast_off = torch.autocast(device_type, enabled=False)
+    with autocast_off, _plain_fp32:
+        yield
