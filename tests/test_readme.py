@@ -1,9 +1,8 @@
-"""The README's examples run as they stand, in order."""
+"""The README's examples run as they stand, in order, and its links lead somewhere."""
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,4 +32,13 @@ def test_every_environment_variable_is_documented() -> None:
     root = Path(__file__).parent.parent
     sources = [p.read_text() for folder in ("sparse_attn", "tests", "bench") for p in (root / folder).rglob("*.py")]
     used = set(re.findall(r"\bSPARSE_ATTN_[A-Z_]+\b", "\n".join(sources)))
-    assert used == set(re.findall(r"^\| `(SPARSE_ATTN_[A-Z_]+)`", README, re.MULTILINE)), sys.modules[__name__]
+    assert used == set(re.findall(r"^\| `(SPARSE_ATTN_[A-Z_]+)`", README, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
+def test_links_and_paths_exist(page: str) -> None:
+    root = Path(__file__).parent.parent
+    text = (root / page).read_text()
+    linked = [(root / page).parent / target for target in re.findall(r"\]\(([^):#]+)\)", text)]
+    named = [root / path for path in re.findall(r"`((?:sparse_attn|tests|bench|docs)/[\w/.]+)`", text)]
+    assert [path for path in linked + named if not path.exists()] == []
