@@ -158,3 +158,23 @@ def test_tf32_does_not_reach_inside(switches: str, device: torch.device) -> None
     code = PRECISION.replace("SWITCHES", switches).replace("DEVICE", str(device))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_switches_are_put_back_by_the_last_call_inside() -> None:
+    """Two threads at a time: the first to leave must not switch TF32 on under the other."""
+
+    def read() -> str:
+        new = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+        return torch.backends.cuda.matmul.fp32_precision if new else torch.get_float32_matmul_precision()
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        asked = read()
+        with reference._plain_fp32:
+            with reference._plain_fp32:
+                assert read() != asked
+            assert read() != asked
+        assert read() == asked
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -29,7 +29,7 @@ BUILTIN: tuple[BackendSpec, ...] = (
         target="sparse_attn.backends.triton_ascend:backend",
         architectures=("ascend910b",),
         requires=(Requirement("triton", minimum="3.2", distribution="triton-ascend"), Requirement("torch_npu")),
-        install="pip install triton-ascend torch-npu, in an environment without the package triton, whose files it shares",
+        install="pip install triton-ascend in an environment without the package triton, and the torch-npu for its torch",
     ),
     BackendSpec(
         name="torch_npu",
