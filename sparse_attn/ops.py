@@ -113,17 +113,20 @@ def _backward_fake(
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.block_size, ctx.sm_scale, ctx.q_offset = inputs
-    ctx.save_for_backward(*tensors)
-    # The backward pass runs in the autograd engine's own thread, which does not see use_backend of this one.
-    ctx.override = registry.current_override()
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _save(ctx, inputs)
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save_inputs(ctx, inputs, output)
-    ctx.save_for_backward(*output, *inputs[:4])
+    _save(ctx, inputs, *output)
     ctx.set_materialize_grads(False)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], *outputs: Tensor) -> None:
+    *tensors, ctx.block_size, ctx.sm_scale, ctx.q_offset = inputs
+    ctx.save_for_backward(*outputs, *tensors)
+    # The backward pass runs in the autograd engine's own thread, which does not see use_backend of this one.
+    ctx.override = registry.current_override()
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
