@@ -17,8 +17,8 @@ from . import messages, registry
 from .contract import Problem
 from .device import describe
 
-# One operator for each thing that a caller may want, since what it does not want would cost it: of the 10 us that a
-# call may take on the host, a second result costs 1. All have a gradient, also those that are meant for calls without
+# One operator for each thing that a caller may want: of the 10 us that a call may take on the host, an empty lse that
+# nobody asked for, made and handed out, would cost 2. All have a gradient, also those that are meant for calls without
 # one: a graph that was traced for inference may be run on inputs that require gradients. ``differentiable``
 # is for calls that are known to need one, so that the backend can be chosen for it.
 
@@ -49,7 +49,7 @@ def problem_of_call(
         describe(q.device), q.dtype, index.dtype, B, Hq, Hk, N, M, D, Dv, index.shape[3], block_size,
         q_offset != 0, return_lse or needs_grad, needs_grad,
     )  # fmt: skip
-    return tuple.__new__(Problem, fields)  # Problem(...) without its Python frame, 0.4 us of 10
+    return tuple.__new__(Problem, fields)  # Problem(...) without its Python frame, 0.15 us
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int) -> Tensor:

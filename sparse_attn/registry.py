@@ -173,11 +173,9 @@ def _load(spec: BackendSpec) -> Backend | str:
         backend = getattr(importlib.import_module(spec.module), spec.target.partition(":")[2])
     except Exception as error:  # a broken install raises anything (OSError for a library, RuntimeError for a driver)
         return messages.import_failed(spec, error)
-    return (
-        backend
-        if isinstance(backend, Backend) and not isinstance(backend, type)
-        else messages.not_a_backend(spec, backend)
-    )
+    if isinstance(backend, type) or not isinstance(backend, Backend):
+        return messages.not_a_backend(spec, backend)
+    return backend
 
 
 def _module_exists(module: str) -> bool:

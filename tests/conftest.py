@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def register() -> Iterator[object]:
     def announce(name: str, backend: object, *architectures: str, **spec: object) -> sparse_attn.BackendSpec:
         module = type(sys)(f"_fabricated_{name}")
         module.backend = backend
-        module.__spec__ = importlib_spec(module.__name__)
+        module.__spec__ = ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
         announced = sparse_attn.BackendSpec(name, f"{module.__name__}:backend", architectures or ("*",), **spec)
         sparse_attn.register_backend(announced)
@@ -113,9 +114,3 @@ def register() -> Iterator[object]:
     for name in names:
         sparse_attn.unregister_backend(name)
         del sys.modules[f"_fabricated_{name}"]
-
-
-def importlib_spec(name: str):
-    from importlib.machinery import ModuleSpec
-
-    return ModuleSpec(name, None)

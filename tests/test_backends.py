@@ -101,7 +101,7 @@ def _max(x: Tensor) -> float:
 
 
 @pytest.fixture(autouse=True)
-def _available(request: pytest.FixtureRequest, backend: str, device: torch.device) -> None:
+def _available(backend: str, device: torch.device) -> None:
     """Skip before any input is made where the backend runs nothing at all."""
     skip_if_unavailable(backend, device)
 
