@@ -16,8 +16,12 @@ endif
 bench: $(READY)
 	$(RUN) -m bench --size small
 
+# Once as it is, and, where there is no GPU, the Triton kernels once more, in Triton's interpreter. In both on all cores.
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n auto $(ARGS)
+	$(RUN) -c 'import torch; raise SystemExit(torch.cuda.is_available())' || exit 0; \
+	TRITON_INTERPRET=1 SPARSE_ATTN_TEST_REQUIRE=triton $(RUN) -m pytest -n auto --backend triton \
+	tests/test_backends.py tests/test_triton.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -18,6 +18,7 @@ from sparse_attn.device import describe
 from . import cases, measure, options
 from .environment import default_device, header
 from .overhead import measure_overhead
+from .peers import Peer
 
 try:
     from . import table
@@ -34,30 +35,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.device = args.device or default_device()
     points, backends = options.chosen_points(parser, args), options.chosen_backends(parser, args)
+    others = options.chosen_peers(parser, args)
     options.check_files(parser, args)
     if args.device.index is not None and args.device.type in ("cuda", "npu"):
         getattr(torch, args.device.type).set_device(args.device)  # timers synchronise the current device
+    if args.code_for is not None:
+        options.use_older_code(parser, args)
     if args.list:
         return _list(args)
     if args.overhead:
         return _overhead(args)
     if args.device.type == "cpu":
         print("On a CPU: these times show that the package works, not how fast the product is.", file=sys.stderr)
-    rows = _measure(args, points, backends)
+    rows = _measure(args, points, backends, others)
     if _human(args):
-        table.show_results(rows, str(describe(args.device)))
+        where = str(describe(args.device))
+        table.show_results(rows, f"{where}, code for {args.code_for}" if args.code_for else where)
     _write(args, "rows", [row.flat() for row in rows])
     bad = any(row.status in ("FAIL", "error") for row in rows) or all(row.median_ms is None for row in rows)
     return int(bad)
 
 
 def _measure(
-    args: argparse.Namespace, points: Sequence[cases.Point], backends: Sequence[str | None]
+    args: argparse.Namespace, points: Sequence[cases.Point], backends: Sequence[str | None], others: Sequence[Peer]
 ) -> list[measure.Row]:
     rows = []
-    with table.progress(len(points) * (1 + len(backends))) as step:
+    with table.progress(len(points) * (1 + len(backends) + len(others))) as step:
         for point in points:
-            mine = [measure.Row(point, args.dtype, args.pattern, args.seed, name or "auto") for name in backends]
+            names = [*(name or "auto" for name in backends), *(peer.name for peer in others)]
+            mine = [measure.Row(point, args.dtype, args.pattern, args.seed, name) for name in names]
             rows += mine
             step(f"{point.size}: data")
             try:
@@ -68,9 +74,13 @@ def _measure(
                     row.reason = measure.one_line(error)
                 continue
             check = None if args.no_check else measure.Check(case)
-            for row, name in zip(mine, backends, strict=True):
+            for row, name in zip(mine, backends, strict=False):
                 step(f"{point.size}: {name or 'auto'}")
                 measure.measure(case, row, name, check, flop, args.warmup, args.rep)
+                _free(args.device)
+            for row, peer in zip(mine[len(backends) :], others, strict=True):
+                step(f"{point.size}: {peer.name}")
+                measure.measure_peer(case, row, peer, check, flop, args.warmup, args.rep)
                 _free(args.device)
             del case, check
             _free(args.device)
@@ -128,7 +138,7 @@ def _human(args: argparse.Namespace) -> bool:
 
 def _write(args: argparse.Namespace, what: str, rows: list[dict[str, Any]]) -> None:
     if args.json is not None:
-        table.write_json(args.json, {"header": header(args.device), what: rows})
+        table.write_json(args.json, {"header": {**header(args.device), "code_for": args.code_for}, what: rows})
     if args.csv is not None:
         table.write_csv(args.csv, rows)
 

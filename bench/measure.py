@@ -18,6 +18,7 @@ import sparse_attn
 
 from .cases import Case, Point
 from .dense import dense_attention
+from .peers import Peer
 
 # The tolerance of the contest's driver.
 ATOL = RTOL = 1e-2
@@ -193,24 +194,57 @@ def measure(
             out = call()
             row.first_call_s = synchronised_clock() - start
             row.resolved_backend = sparse_attn.last_backend()
-            if check is not None:
-                verdict = check(out, row.resolved_backend)
-                row.checked_against, row.max_error = verdict.against, verdict.max_error
-                if verdict.fault is not None:
-                    row.status, row.reason = "FAIL", verdict.fault
-                    return
-            del out  # of several GB perhaps, and the next calls make their own
-            times = measure_time(call, case.q.device, warmup, rep)
-            row.median_ms, row.p20_ms, row.p80_ms, row.timer = times
-            row.tflops_selected = flop / times.median / 1e9
-            row.tflops_nominal = nominal_flop(case.point) / times.median / 1e9
-            row.status = "unchecked" if check is None else "PASS"
+            _check_and_time(case, row, call, out, check, flop, warmup, rep)
     except sparse_attn.BackendUnavailableError as error:
         row.status, row.reason = "refused", str(error)
     except (
         Exception
     ) as error:  # whatever a backend raises, out of memory included: the other rows are still worth having
         row.status, row.reason = "error", one_line(error)
+
+
+@torch.no_grad()
+def measure_peer(case: Case, row: Row, peer: Peer, check: Check | None, flop: int, warmup: float, rep: float) -> None:
+    """The same for a kernel of another library. Of one that computes something else, the result is not checked."""
+    row.resolved_backend = peer.name
+    row.reason = peer.unavailable(case.point)
+    if row.reason is not None:
+        row.status = "refused"
+        return
+    try:
+        start = synchronised_clock()
+        call = peer.prepare(case)
+        out = call()
+        row.first_call_s = synchronised_clock() - start
+        _check_and_time(case, row, call, out, check if peer.same_function else None, flop, warmup, rep)
+        if not peer.same_function and row.status == "unchecked":
+            row.status = "yardstick"
+    except Exception as error:  # a peer may raise anything
+        row.status, row.reason = "error", one_line(error)
+
+
+def _check_and_time(
+    case: Case,
+    row: Row,
+    call: Callable[[], Tensor],
+    out: Tensor,
+    check: Check | None,
+    flop: int,
+    warmup: float,
+    rep: float,
+) -> None:
+    if check is not None:
+        verdict = check(out, row.resolved_backend)
+        row.checked_against, row.max_error = verdict.against, verdict.max_error
+        if verdict.fault is not None:
+            row.status, row.reason = "FAIL", verdict.fault
+            return
+    del out
+    times = measure_time(call, case.q.device, warmup, rep)
+    row.median_ms, row.p20_ms, row.p80_ms, row.timer = times
+    row.tflops_selected = flop / times.median / 1e9
+    row.tflops_nominal = nominal_flop(case.point) / times.median / 1e9
+    row.status = "unchecked" if check is None else "PASS"
 
 
 def one_line(error: Exception) -> str:

@@ -14,6 +14,8 @@ from sparse_attn import registry
 from sparse_attn.messages import unknown_backend
 
 from . import cases
+from .older_code import build_for
+from .peers import PEERS, Peer
 
 _SHAPE = ("B", "Hq", "Hk", "N", "M", "D", "Dv", "topk", "block_size", "q_offset")
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -54,6 +56,15 @@ def parser() -> argparse.ArgumentParser:
         "--backend", nargs="+", action="extend", metavar="NAME",
         help="force these backends, one row each; all: every known one; auto: the package's table "
         f"(default: the package's choice, which {registry.ENVIRONMENT_VARIABLE} may override)",
+    )  # fmt: skip
+    what.add_argument(
+        "--peers", nargs="*", metavar="NAME",
+        help="other libraries' kernels on the same data, too, all or these: sdpa-cudnn and sdpa-flash, dense "
+        "attention, which is another function and a yardstick; flex and fla, which compute the same and are checked",
+    )  # fmt: skip
+    what.add_argument(
+        "--code-for", metavar="ARCH",
+        help="run the code that Triton makes for an older GPU, as sm80, on the one at hand (default: its own)",
     )  # fmt: skip
     what.add_argument("--device", type=_device, help="(default: cuda, else npu, else cpu)")
     what.add_argument("--dtype", choices=_DTYPES, default="float16", help="of q, k, v (default: %(default)s)")
@@ -129,6 +140,18 @@ def chosen_backends(p: argparse.ArgumentParser, args: argparse.Namespace) -> lis
     return [*dict.fromkeys(names)] or [None]
 
 
+def chosen_peers(p: argparse.ArgumentParser, args: argparse.Namespace) -> list[Peer]:
+    """The peers to measure. Ends the program with a message if one does not exist."""
+    if args.peers is None:
+        return []
+    known = {peer.name: peer for peer in PEERS}
+    names = _words(args.peers) or list(known)
+    for name in names:
+        if name not in known:
+            p.error(f"--peers {name}: {_near(name, known)}choose from {', '.join(known)}")
+    return [known[name] for name in names]
+
+
 def check_files(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the program now, not after all measurements, if the results could not be written."""
     if args.json == args.csv == "-":
@@ -139,6 +162,16 @@ def check_files(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         place = target if os.path.exists(target) else os.path.dirname(target) or "."
         if os.path.isdir(target) or not os.access(place, os.W_OK):
             p.error(f"cannot write {target}")
+
+
+def use_older_code(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Have Triton build for ``--code-for``. Ends the program with a message if that cannot be."""
+    if args.device.type != "cuda":
+        p.error(f"--code-for needs a CUDA device, got {args.device}")
+    try:
+        build_for(args.code_for)
+    except ValueError as error:
+        p.error(f"--code-for: {error}")
 
 
 def _words(arguments: Sequence[str] | None) -> list[str]:

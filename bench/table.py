@@ -21,7 +21,14 @@ from .measure import Row
 
 # Wide enough that no cell is ever cut or wrapped where nobody is looking at a window.
 _PIPED_WIDTH = 10_000
-_COLOURS = {"PASS": "green", "FAIL": "bold red", "error": "red", "refused": "yellow", "unchecked": "yellow"}
+_COLOURS = {
+    "PASS": "green",
+    "FAIL": "bold red",
+    "error": "red",
+    "refused": "yellow",
+    "unchecked": "yellow",
+    "yardstick": "cyan",
+}
 
 Column = tuple[str, Callable[[Any], object]]
 

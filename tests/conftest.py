@@ -15,6 +15,29 @@ import sparse_attn
 from sparse_attn import registry
 from sparse_attn.messages import unknown_backend
 
+# Triton reads this when it is imported: kernels are then run by Python, on a CPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _speed_up_interpreter() -> None:
+    """Triton's interpreter replaces the language's functions at every call of a helper: do it once, at the kernel's."""
+    from triton.language import standard
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def patched_launch(self, *args, **kwargs):
+        scope = interpreter._patch_lang(
+            standard.sum.fn
+        )  # its module sees the language under another name than kernels do
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            scope.restore()
+
+    interpreter.GridExecutor.__call__ = patched_launch
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="run the backend tests on exactly this backend")
@@ -41,6 +64,12 @@ def required_backends() -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETED:
+        _speed_up_interpreter()
+    if "SPARSE_ATTN_TEST_CODE_FOR" in os.environ:
+        from bench.older_code import build_for
+
+        build_for(os.environ["SPARSE_ATTN_TEST_CODE_FOR"])
     _backends(config)
     required_backends()
 

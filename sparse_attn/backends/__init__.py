@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from ..contract import BackendSpec, Requirement
+
+# Triton's interpreter, on when this variable is set as Triton reads it, runs kernels on a CPU: for tests and for debugging.
+_INTERPRETED = ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 BUILTIN: tuple[BackendSpec, ...] = (
     BackendSpec(
@@ -13,7 +18,7 @@ BUILTIN: tuple[BackendSpec, ...] = (
     BackendSpec(
         name="triton",
         target="sparse_attn.backends.triton_cuda:backend",
-        architectures=("sm*",),
+        architectures=("sm*", *_INTERPRETED),
         requires=(Requirement("triton", minimum="3.2"),),
         install="pip install triton",
     ),

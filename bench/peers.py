@@ -1,0 +1,118 @@
+"""Other libraries' kernels on the same data, for a ratio within one run. Each is imported only when it is asked for.
+
+A peer takes a :class:`bench.cases.Case`, brings the data into its own layout beforehand (that is not timed) and returns
+a call without arguments, whose result is ``[B, Hq, N, Dv]``. Dense attention computes another function than ours, a
+yardstick; the others compute ours where their rules allow, which ``refuses`` says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .cases import Case, Point
+from .dense import dense_mask
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One kernel of somebody else.
+
+    Attributes:
+        name: in tables.
+        module: what has to be importable, and ``install`` what to type if it is not.
+        prepare: case -> call.
+        refuses: point -> why it cannot run it, or None.
+        same_function: False for dense attention, whose result is not checked against ours.
+    """
+
+    name: str
+    module: str
+    install: str
+    prepare: Callable[[Case], Callable[[], Tensor]]
+    refuses: Callable[[Point], str | None]
+    same_function: bool = True
+
+    def unavailable(self, point: Point) -> str | None:
+        """Say why it cannot run ``point`` here, or None."""
+        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
+            return f"needs {self.module}, which is not installed: {self.install}"
+        return self.refuses(point)
+
+
+def _square(point: Point) -> str | None:
+    return None if point.N == point.M and not point.q_offset else f"needs N = M, got N={point.N} and M={point.M}"
+
+
+def _dense(backend: SDPBackend) -> Callable[[Case], Callable[[], Tensor]]:
+    def prepare(case: Case) -> Callable[[], Tensor]:
+        g = case.point.Hq // case.point.Hk
+        # The fastest form of the dense call: its own group support is not in all of torch's kernels.
+        k, v = (x.repeat_interleave(g, 1) for x in (case.k, case.v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(case.q, k, v, is_causal=True)
+
+        return call
+
+    return prepare
+
+
+def _flex(case: Case) -> Callable[[], Tensor]:
+    """torch's flex_attention, compiled, with a block mask per query tile and the exact rule as a mask function."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    point = case.point
+    g, bs = point.Hq // point.Hk, point.block_size
+    positions = torch.arange(point.N, device=case.q.device) + point.q_offset
+    chosen = torch.stack([
+        torch.stack([
+            dense_mask(lists, point.num_blocks * bs, bs, positions + point.num_blocks * bs)[:, ::bs] for lists in entry
+        ])
+        for entry in case.index
+    ])  # fmt: skip
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return chosen[b, h // g, i, j // bs] & (j <= i + point.q_offset)
+
+    blocks = create_block_mask(rule, point.B, point.Hq, point.N, point.M, device=case.q.device, _compile=True)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(case.q, case.k, case.v, block_mask=blocks, enable_gqa=True)
+
+
+def _fla(case: Case) -> Callable[[], Tensor]:
+    """fla-core's NSA selection branch alone: ``parallel_nsa`` would pool k and v beside it."""
+    from fla.ops.nsa.parallel import parallel_nsa_fwd
+
+    q, k, v, index = (x.transpose(1, 2).contiguous() for x in (case.q, case.k, case.v, case.index))
+    topk, bs, scale = case.point.topk, case.point.block_size, case.point.D**-0.5
+    return lambda: parallel_nsa_fwd(q, k, v, index, topk, bs, scale)[0].transpose(1, 2)
+
+
+def _fla_refuses(point: Point) -> str | None:
+    g = point.Hq // point.Hk
+    if g < 16 or g & (g - 1):
+        return f"needs Hq / Hk to be a power of two and at least 16, got {g}"
+    if point.q_offset != point.M - point.N:
+        return f"needs the queries at the end of the keys, got q_offset={point.q_offset}"
+    return None
+
+
+def _flex_refuses(point: Point) -> str | None:
+    return None if point.N * point.num_blocks <= 2**26 else "its mask of blocks for each query would not fit"
+
+
+PEERS = (
+    Peer("sdpa-cudnn", "torch", "", _dense(SDPBackend.CUDNN_ATTENTION), _square, same_function=False),
+    Peer("sdpa-flash", "torch", "", _dense(SDPBackend.FLASH_ATTENTION), _square, same_function=False),
+    Peer("flex", "torch", "", _flex, _flex_refuses),
+    Peer("fla", "fla", "pip install fla-core", _fla, _fla_refuses),
+)

@@ -1,0 +1,412 @@
+"""The Triton backend's kernels one by one, whatever its plan would choose; its lists, its plans, and what compiles.
+
+Kernels run on the GPU, or in Triton's interpreter (``TRITON_INTERPRET=1``). What concerns other GPUs than the one at
+hand is compiled for them, or asked of the plan with a fabricated device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from sparse_attn.backends.triton_cuda import adapter  # noqa: E402
+from sparse_attn.backends.triton_cuda.adapter import Call, TritonBackend  # noqa: E402
+from sparse_attn.backends.triton_cuda.block_lists import block_lists  # noqa: E402
+from sparse_attn.backends.triton_cuda.plan import (  # noqa: E402
+    Gather,
+    Gpu,
+    Plan,
+    Shape,
+    Union,
+    _fit,
+    gather_tiles,
+    plan,
+    shared_bytes,
+    union_tiles,
+)
+from sparse_attn.contract import Device, Problem  # noqa: E402
+
+from .cases import CASES, Inputs, make  # noqa: E402
+from .conftest import INTERPRETED  # noqa: E402
+from .offline import compile_for, specialisation  # noqa: E402
+from .test_backends import assert_close, truth, truth_of_case  # noqa: E402
+
+A100, RTX3090, RTX4090, H200, H20 = Gpu(80, 108), Gpu(86, 82), Gpu(89, 128), Gpu(90, 132), Gpu(90, 78)
+GPUS = {"sm80": A100, "sm86": RTX3090, "sm89": RTX4090, "sm90": H200}
+
+runs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA GPU or TRITON_INTERPRET=1"
+)
+compiles = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler, got its interpreter")
+
+
+def run(x: Inputs, chosen: Plan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one plan on x."""
+    x = replace(x.to(device), block_size=min(x.block_size, x.k.shape[2]))
+    scale = x.q.shape[3] ** -0.5 if x.sm_scale is None else x.sm_scale
+    call = Call(x.q, x.k, x.v, x.index, x.block_size, scale, x.q_offset, True)
+    for launch in call.launches(chosen):
+        launch.run()
+    return call.out, call.lse
+
+
+def shape_of(x: Inputs) -> Shape:
+    B, Hq, N, D = x.q.shape
+    _, Hk, M, Dv = x.v.shape
+    block_size = min(x.block_size, M)
+    return Shape(x.q.dtype, B * Hk, Hq // Hk, N, M, D, Dv, x.index.shape[3], block_size, x.q_offset)
+
+
+def forced(kind: str, x: Inputs, gpu: Gpu) -> Plan:
+    """The plan that runs one kernel, with the tiles that this GPU would get for it."""
+    shape = shape_of(x)
+    union = union_tiles(shape, gpu)
+    gather = gather_tiles(shape, gpu)._replace(splits=1, pairs=False)
+    if kind == "union":
+        return Plan(union, None)
+    if kind == "halved":  # the Hopper kernel, by pointers where there is no TMA
+        tiles = union_tiles(shape, H200)
+        return Plan(tiles if gpu.is_hopper else tiles._replace(tma=False, stages=1), None)
+    if kind == "gather":
+        return Plan(None, gather)
+    if kind == "pairs":
+        return Plan(None, gather._replace(pairs=True, stages=1))
+    if kind == "split":
+        return Plan(None, gather._replace(splits=3))
+    assert kind == "routed"
+    return Plan(union, gather, 1.5)
+
+
+KINDS = ("union", "halved", "gather", "pairs", "split", "routed")
+# Every way in which a kernel can go wrong by itself; all cases go through the plan's own choice in test_backends.
+FORCED_CASES = (
+    "n_gt_m", "short_queries", "offset_negative", "offset_beyond_cache", "decode_speculative", "tiny1", "odd17",
+    "group5", "group12", "group64", "d80", "dv_larger", "block1", "block48", "block100", "block128",
+    "one_block_larger_than_m", "topk_beyond_blocks", "ids_out_of_range", "ids_int64", "minus_one_before_nan",
+    "only_later_blocks", "duplicates", "layout_bnhd", "last_dim_strided", "unseen_keys_hold_nan", "large_scores",
+    "scale_zero", "scale_negative",
+)  # fmt: skip
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", FORCED_CASES)
+def test_every_kernel(case: str, kind: str, device: torch.device) -> None:
+    x = CASES[case].build(torch.float16)
+    expected = truth_of_case(case, torch.float16)
+    out, lse = run(x, forced(kind, x, adapter.gpu(device)), device)
+    assert_close(out, expected.out, expected.out_bound, "out")
+    assert_close(lse, expected.lse, expected.lse_bound, "lse")
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", ["union", "halved", "gather", "pairs", "split"])
+def test_rows_that_see_nothing_are_zero_whatever_they_hold(kind: str, device: torch.device) -> None:
+    x = make(torch.float16, Hq=32, Hk=2, N=40, block_size=16, topk=2)
+    x.index[:, :, 17] = -1
+    expected = truth(x)
+    x.q[:, :, 17] = torch.nan
+    out, lse = run(x, forced(kind, x, adapter.gpu(device)), device)
+    assert_close(out, expected.out, expected.out_bound, "out")
+    assert torch.equal(lse.cpu().isinf(), expected.lse.isinf())
+
+
+@runs_kernels
+def test_every_tile_takes_one_route(device: torch.device) -> None:
+    """Half of the tiles share blocks and half do not: both kernels run, each row is written once."""
+    x = make(torch.float16, Hq=32, Hk=2, N=64, M=512, block_size=16, topk=2, q_offset=448)
+    x.index[:, :, :32] = torch.tensor([3, 9], dtype=torch.int32)
+    x.index[:, :, 32:] = torch.arange(64, dtype=torch.int32).reshape(32, 2) % 28
+    chosen = forced("routed", x, adapter.gpu(device))
+    lists, fill = block_lists(x.index.to(device), 512, 16, 448, chosen.union.T, chosen.union.halved, chosen.sharing)
+    fill.run()
+    routes = lists.fields[:, 4].reshape(2, -1).cpu()
+    assert (routes[:, : 32 // lists.T] == 0).all()
+    assert (routes[:, 32 // lists.T :] == 1).all()
+    expected = truth(x)
+    for sharing in (1.5, 0.1, 100.0):  # as above; all by the union; all by the gather
+        out, _ = run(x, chosen._replace(sharing=sharing), device)
+        assert_close(out, expected.out, expected.out_bound, f"out with sharing {sharing}")
+
+
+# --- block lists ------------------------------------------------------------------------------------------------------
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("N", "M", "block_size", "topk", "T", "halves", "q_offset"),
+    [(100, 100, 16, 5, 8, True, 0), (100, 100, 16, 5, 8, False, 0), (70, 90, 16, 3, 2, True, 30),
+     (20, 300, 16, 9, 32, True, 290), (40, 64, 64, 3, 4, False, -10), (9, 20000, 8, 12, 4, True, 19000)],
+)  # fmt: skip
+def test_block_lists(
+    N: int, M: int, block_size: int, topk: int, T: int, halves: bool, q_offset: int, device: torch.device
+) -> None:
+    """Against sets and dictionaries in Python: what each list holds, in which segment, and each tile's route."""
+    generator = torch.Generator().manual_seed(0)
+    num_blocks = -(-M // block_size)
+    index = torch.randint(-2, num_blocks + 3, (2, 2, N, topk), generator=generator, dtype=torch.int32)
+    lists, fill = block_lists(index.to(device), M, block_size, q_offset, T, halves, 1.5)
+    fill.run()
+    entries, fields = lists.entries.cpu(), lists.fields.cpu()
+    assert lists.entries.numel() * 8 + lists.fields.numel() * 4 <= 4 * index.numel() * 4 + 64 * len(fields)
+    low = (1 << T // 2) - 1
+    for row, (b, h, tile) in enumerate(itertools.product(range(2), range(2), range(-(-N // T)))):
+        expected: dict[int, int] = {}
+        for i in range(tile * T, min(N, tile * T + T)):
+            for block in set(index[b, h, i].tolist()):
+                if 0 <= block < num_blocks and block * block_size <= i + q_offset:
+                    expected[block] = expected.get(block, 0) | 1 << i - tile * T
+        got: dict[int, int] = {}
+        start, *_ = 0, None
+        for segment, end in enumerate(fields[row, :4].tolist()):
+            for entry in entries[row, start:end].tolist():
+                block, mask = entry >> 32, entry & 0xFFFFFFFF
+                assert block not in got
+                got[block] = mask
+                last = (block + 1) * block_size
+                if last - 1 > tile * T + q_offset or last > M:
+                    assert segment == 3
+                elif not halves or (mask & low and mask & ~low):
+                    assert segment == 0
+                else:
+                    assert segment == (1 if mask & low else 2)
+            start = end
+        assert got == expected
+        pairs = sum(mask.bit_count() for mask in got.values())
+        assert fields[row, 4] == (pairs < 1.5 * len(got))
+
+
+# --- plans, on devices that are not at hand ---------------------------------------------------------------------------
+
+
+def statement_large2(**changes: object) -> Shape:
+    return Shape(torch.float16, 32, 16, 8192, 8192, 128, 128, 32, 64, 0)._replace(**changes)
+
+
+def shapes() -> list[Shape]:
+    return [
+        statement_large2(dtype=dtype, g=g, D=D, Dv=D, block_size=block_size, N=N, topk=topk, q_offset=8192 - N)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for g in (1, 3, 5, 8, 16, 32, 64, 100)
+        for D in (16, 64, 96, 128, 192, 256)
+        for block_size in (1, 16, 48, 64, 256, 8192)
+        for N, topk in ((8192, 64), (8192, 2), (5, 16), (1, 16))
+    ]
+
+
+@pytest.mark.parametrize("gpu", [*GPUS.values(), H20, Gpu(120, 170), Gpu(130, 200)], ids=str)
+def test_tiles_fit(gpu: Gpu) -> None:
+    for shape in shapes():
+        for tiles in filter(None, plan(shape, gpu)[:2]):
+            assert shared_bytes(tiles, shape) <= gpu.shared_bytes, (tiles, shape)
+            assert tiles.R & (tiles.R - 1) == 0
+            assert tiles.R >= 16
+            assert tiles.BN >= 16
+            if isinstance(tiles, Union):
+                assert 2 <= tiles.T <= 32
+                rows = tiles.R * (2 if tiles.halved else 1)
+                assert tiles.T * min(shape.g, rows // tiles.T) <= rows
+                assert not tiles.halved or tiles.T // 2 * shape.g <= tiles.R
+                assert not tiles.halved or gpu.is_hopper
+            assert not tiles.tma or gpu.is_hopper
+
+
+def test_plan_by_shape() -> None:
+    dense = statement_large2()
+    assert plan(dense, H200) == Plan(union_tiles(dense, H200), None)
+    assert union_tiles(dense, H200).halved
+    sparse = statement_large2(N=65536, M=65536, topk=16, heads=4)
+    for gpu in GPUS.values():
+        assert plan(sparse, gpu).union is not None
+        assert plan(sparse, gpu).gather is not None
+        assert plan(sparse, gpu).sharing > 0
+        decode = plan(statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=128), gpu)
+        assert decode.union is None
+        assert decode.gather.splits == 1  # 128 programs
+        lonely = plan(statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=4), gpu)
+        assert lonely.gather.splits == 8
+        small = plan(Shape(torch.float16, 1, 16, 128, 128, 64, 64, 4, 32, 0), gpu)
+        assert small == Plan(None, small.gather)
+        assert small.gather.splits == 1  # one launch
+
+
+def test_large_tiles_shrink_with_shared_memory() -> None:
+    tiles = Gather(16, 64, 16, 4, 3, pairs=True)
+    fitted = [_fit(tiles, statement_large2(), gpu) for gpu in (H200, A100, RTX3090)]
+    assert [(x.stages, x.BN) for x in fitted] == [(3, 64), (3, 64), (2, 64)]
+
+
+def test_what_is_not_supported() -> None:
+    a100 = Device("cuda", "sm80", "NVIDIA A100")
+    problem = Problem(a100, torch.float16, torch.int32, 1, 64, 4, 128, 128, 64, 64, 4, 64)
+    unsupported = TritonBackend().unsupported
+    assert list(unsupported(problem)) == []
+    (reason,) = unsupported(problem._replace(device=Device("cuda", "sm75", "NVIDIA T4")))
+    assert reason == "needs compute capability 8.0 or newer, got NVIDIA T4 (sm75)"
+    (reason,) = unsupported(problem._replace(D=320))
+    assert reason == "needs D <= 256, got D=320"
+    assert len(unsupported(problem._replace(Dv=512, B=2**20))) == 2
+
+
+# --- compiled for GPUs that are not at hand ---------------------------------------------------------------------------
+
+
+def call_of(shape: Shape, Hk: int = 4) -> Call:
+    """A call on tensors without memory."""
+
+    def tensor(*size: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    B = shape.heads // Hk
+    return Call(
+        tensor(B, Hk * shape.g, shape.N, shape.D), tensor(B, Hk, shape.M, shape.D), tensor(B, Hk, shape.M, shape.Dv),
+        tensor(B, Hk, shape.N, shape.topk, dtype=torch.int32), shape.block_size, 0.1, shape.q_offset, False,
+    )  # fmt: skip
+
+
+MAIN = {
+    "dense": statement_large2(),
+    "sparse": statement_large2(N=65536, M=65536, topk=16, heads=4),
+    "decode": statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=4),
+}
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_main_kernels_compile_without_spills(gpu: Gpu, name: str, D: int, dtype: torch.dtype) -> None:
+    """No local memory in a loop with matrix products; a few words outside of them; shared memory within the limit."""
+    shape = MAIN[name]._replace(D=D, Dv=D, dtype=dtype)
+    chosen = plan(shape, gpu)
+    for launch in call_of(shape).launches(chosen):
+        compiled = compile_for(launch, gpu.capability)
+        assert compiled.shared <= gpu.shared_bytes
+        kernel = launch.kernel.__name__
+        if kernel == "build_block_lists":
+            continue
+        assert compiled.stack <= 16, f"{kernel}: {compiled.stack} bytes of stack"
+        # On sm_86 and sm_89, ptxas reloads one word of the union kernel's for D = 128.
+        allowed = 1 if gpu.capability in (86, 89) else 0
+        assert compiled.spills_in_loops <= allowed, (
+            f"{kernel}: {compiled.spills_in_loops} spills in a loop with products"
+        )
+        if kernel != "merge_kernel":
+            estimate = shared_bytes(chosen.union if "union" in kernel else chosen.gather, shape)
+            assert compiled.shared <= estimate, f"{kernel}: more shared memory than the plan counts with"
+        uses_wgmma = "wgmma.mma_async" in compiled.ptx
+        assert uses_wgmma == ("union" in kernel and gpu.is_hopper)
+
+
+@compiles
+def test_spills_can_be_seen() -> None:
+    """The check above can fail: a tile too large for its warps spills, and is noticed."""
+    shape = MAIN["dense"]
+    launch = call_of(shape).launches(Plan(Union(False, 128, 8, 64, 64, 1, 2, 2), None))[1]
+    compiled = compile_for(launch, 80)
+    assert compiled.stack > 16
+    assert compiled.spills_in_loops > 0
+
+
+@compiles
+@pytest.mark.parametrize("gpu", [A100, RTX3090, H200], ids=["sm80", "sm86", "sm90"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"D": 256, "Dv": 256}, {"D": 192, "Dv": 128}, {"D": 96, "Dv": 96}, {"dtype": torch.float32}, {"g": 1}, {"g": 5},
+     {"g": 64}, {"block_size": 16}, {"block_size": 48}, {"block_size": 256}],
+    ids=str,
+)  # fmt: skip
+def test_other_kernels_fit(gpu: Gpu, changes: dict[str, object]) -> None:
+    shape = statement_large2(**changes)
+    tiles = [Plan(union_tiles(shape, gpu), None), Plan(None, gather_tiles(shape, gpu))]
+    for launch in itertools.chain.from_iterable(call_of(shape).launches(each) for each in tiles):
+        assert compile_for(launch, gpu.capability).shared <= gpu.shared_bytes
+
+
+@compiles
+def test_lengths_do_not_compile_anew() -> None:
+    """A handful of kernels for any number of lengths: lengths are neither constants nor something to specialise on."""
+    kernels: dict[str, set[object]] = {}
+    for length in range(128, 141):
+        for N, q_offset in ((length, 0), (1, length - 1), (3, length - 3)):
+            shape = Shape(torch.float16, 8, 16, N, length, 64, 64, 2, 32, q_offset)
+            for launch in call_of(shape).launches(plan(shape, H200)):
+                kernels.setdefault(launch.kernel.__name__, set()).add(specialisation(launch))
+    for name, versions in kernels.items():
+        assert len(versions) <= 3, f"{name}: {len(versions)} versions for 39 problems"
+
+
+@compiles
+def test_decoding_never_compiles_anew() -> None:
+    versions = set()
+    for M in range(4000, 4100):
+        shape = Shape(torch.bfloat16, 32, 16, 1, M, 128, 128, 16, 64, M - 1)
+        cache = call_of(shape._replace(M=8192))  # a view into a cache allocated once, as servers have it
+        call = Call(cache.q, cache.k[:, :, :M], cache.v[:, :, :M], cache.index, 64, 0.1, M - 1, False)
+        versions |= {specialisation(launch) for launch in call.launches(plan(shape, A100))}
+    assert len(versions) == 2  # one for each kernel: 8 programs' worth of splits, and the merge of them
+
+
+# --- on the GPU itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_memory_beside_inputs_and_output(device: torch.device) -> None:
+    """O(index): block lists, nothing of the size of scores."""
+    x = make(torch.float16, Hq=64, Hk=4, N=64, D=128, topk=2, block_size=64).to(device)
+    N = 8192
+    q = torch.randn(1, 64, N, 128, dtype=torch.float16, device=device)
+    k, v = (torch.randn(1, 4, N, 128, dtype=torch.float16, device=device) for _ in range(2))
+    index = torch.randint(0, 128, (1, 4, N, 32), dtype=torch.int32, device=device)
+    x = replace(x, q=q, k=k, v=v, index=index)
+    backend = TritonBackend()
+    backend(q, k, v, index, 64, 0.1, 0, False)  # compiled, and what libraries keep is allocated
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    out, _ = backend(q, k, v, index, 64, 0.1, 0, False)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated(device) - before - out.numel() * out.element_size()
+    assert extra <= 2 * index.numel() * index.element_size() + 2**20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_two_threads_and_two_streams(device: torch.device) -> None:
+    """Nothing is kept between calls that another call could see."""
+    import threading
+
+    x = CASES["contest_large1"].build(torch.float16).to(device)
+    backend = TritonBackend()
+    expected, _ = backend(x.q, x.k, x.v, x.index, x.block_size, 0.1, 0, False)
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for _ in range(50):
+                out, _ = backend(x.q, x.k, x.v, x.index, x.block_size, 0.1, 0, False)
+                torch.cuda.current_stream().synchronize()
+                if not torch.equal(out, expected):
+                    wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_no_module_is_called_like_a_package() -> None:
+    """A module called triton.py or tilelang.py would shadow what it imports."""
+    from pathlib import Path
+
+    folder = Path(adapter.__file__).parent
+    assert not [file.name for file in folder.glob("*.py") if re.match(r"(triton|tilelang)\.py", file.name)]
