@@ -91,7 +91,9 @@ def skip_if_unsupported(backend: str, x: Inputs) -> None:
         pytest.skip("Triton's interpreter multiplies bf16 matrices wrongly")
     reasons = registry.reasons_against(backend, sparse_attn.problem_of(*x.args, **x.kwargs))
     if reasons == (messages.no_backward(),):
-        pytest.skip(f"{backend} {reasons[0]}")  # also where it is required: that asks for all that there is of a backend
+        pytest.skip(
+            f"{backend} {reasons[0]}"
+        )  # also where it is required: that asks for all that there is of a backend
     _skip(backend, "; ".join(reasons))
 
 

@@ -16,8 +16,9 @@ import torch
 triton = pytest.importorskip("triton")
 
 from sparse_attn.backends.triton_cuda import adapter  # noqa: E402
-from sparse_attn.backends.triton_cuda.adapter import Call, TritonBackend  # noqa: E402
+from sparse_attn.backends.triton_cuda.adapter import TritonBackend  # noqa: E402
 from sparse_attn.backends.triton_cuda.block_lists import block_lists  # noqa: E402
+from sparse_attn.backends.triton_cuda.call import Call  # noqa: E402
 from sparse_attn.backends.triton_cuda.plan import (  # noqa: E402
     Gather,
     Gpu,
