@@ -22,8 +22,9 @@ from sparse_attn.registry import select
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 
-from bench import cases, measure
+from bench import cases, measure, options, peers
 from bench.__main__ import main
+from bench.dense import dense_attention
 from bench.overhead import measure_overhead
 
 CPU = torch.device("cpu")
@@ -230,6 +231,8 @@ def test_missing_rich_is_said_in_one_line() -> None:
         (["--json", "--csv"], "cannot both go to stdout"),
         (["--json", "no/such/folder/x.json"], "cannot write"),
         (["--list", "--N", "5"], "shapes of their own"),
+        (["--peers", "flexx"], "did you mean 'flex'?"),
+        (["--code-for", "sm80"], "needs a CUDA device, got cpu"),
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,6 +351,42 @@ def test_data_that_cannot_be_made_is_an_error_row(
     assert main([*SMALL, "--json"]) == 1
     (row,) = rows_of(capsys)
     assert (row["status"], row["reason"]) == ("error", "OutOfMemoryError: made up")
+
+
+def test_peers_are_checked_unless_they_are_yardsticks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A right peer passes, a wrong one gets no times, one that computes something else is timed and says so."""
+
+    def dense(case: cases.Case):  # type: ignore[no-untyped-def]
+        return lambda: dense_attention(*case.args, dtype=torch.float16)[0]
+
+    def nothing(case: cases.Case):  # type: ignore[no-untyped-def]
+        return lambda: torch.zeros_like(case.q)
+
+    made_up = (
+        peers.Peer("right", "torch", "", dense, lambda point: None),
+        peers.Peer("wrong", "torch", "", nothing, lambda point: None),
+        peers.Peer("other", "torch", "", nothing, lambda point: None, same_function=False),
+        peers.Peer("absent", "no_such_package", "pip install no-such-package", dense, lambda point: None),
+        peers.Peer("picky", "torch", "", dense, lambda point: f"needs N = 1, got N={point.N}"),
+    )
+    monkeypatch.setattr(options, "PEERS", made_up)
+    assert main([*SMALL, "--backend", "reference", "--peers", "--json"]) == 1  # one of them is wrong
+    rows = rows_of(capsys)
+    assert [row["status"] for row in rows] == ["PASS", "PASS", "FAIL", "yardstick", "refused", "refused"]
+    assert [row["median_ms"] is None for row in rows] == [False, False, True, False, True, True]
+    assert rows[4]["reason"] == "needs no_such_package, which is not installed: pip install no-such-package"
+    assert rows[5]["reason"] == "needs N = 1, got N=128"
+
+
+def test_what_peers_refuse() -> None:
+    square = cases.POINTS[0]
+    decode = cases.override(square, "decode", N=1, M=128, q_offset=127)
+    refused = {peer.name: (peer.refuses(square), peer.refuses(decode)) for peer in peers.PEERS}
+    assert refused["sdpa-cudnn"] == (None, "needs N = M, got N=1 and M=128")
+    assert refused["fla"] == (None, None)
+    assert "at least 16" in (peers.PEERS[3].refuses(cases.override(square, "mha", Hk=16)) or "")
 
 
 def test_timer_is_do_bench_on_an_accelerator_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
