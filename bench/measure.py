@@ -191,10 +191,7 @@ def measure(
         with sparse_attn.use_backend(requested) if requested else nullcontext():
             start = synchronised_clock()
             row.resolved_backend = sparse_attn.backend_for(*case.args, **case.kwargs)  # known even if the call raises
-            out = call()
-            row.first_call_s = synchronised_clock() - start
-            row.resolved_backend = sparse_attn.last_backend()
-            _check_and_time(case, row, call, out, check, flop, warmup, rep)
+            _check_and_time(case, row, call, start, check, flop, warmup, rep)
     except sparse_attn.BackendUnavailableError as error:
         row.status, row.reason = "refused", str(error)
     except (
@@ -214,11 +211,9 @@ def measure_peer(case: Case, row: Row, peer: Peer, check: Check | None, flop: in
     try:
         start = synchronised_clock()
         call = peer.prepare(case)
-        out = call()
-        row.first_call_s = synchronised_clock() - start
-        _check_and_time(case, row, call, out, check if peer.same_function else None, flop, warmup, rep)
+        _check_and_time(case, row, call, start, check if peer.same_function else None, flop, warmup, rep)
         if not peer.same_function and row.status == "unchecked":
-            row.status = "yardstick"
+            row.status, row.tflops_selected, row.tflops_nominal = "yardstick", None, None  # counts of another function
     except Exception as error:  # a peer may raise anything
         row.status, row.reason = "error", one_line(error)
 
@@ -227,19 +222,22 @@ def _check_and_time(
     case: Case,
     row: Row,
     call: Callable[[], Tensor],
-    out: Tensor,
+    start: float,
     check: Check | None,
     flop: int,
     warmup: float,
     rep: float,
 ) -> None:
+    """Call once, since ``start``; check that; call on, with a clock."""
+    out = call()
+    row.first_call_s = synchronised_clock() - start
     if check is not None:
         verdict = check(out, row.resolved_backend)
         row.checked_against, row.max_error = verdict.against, verdict.max_error
         if verdict.fault is not None:
             row.status, row.reason = "FAIL", verdict.fault
             return
-    del out
+    del out  # of several GB perhaps, and the next calls make their own
     times = measure_time(call, case.q.device, warmup, rep)
     row.median_ms, row.p20_ms, row.p80_ms, row.timer = times
     row.tflops_selected = flop / times.median / 1e9

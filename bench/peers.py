@@ -48,7 +48,9 @@ class Peer:
 
 
 def _square(point: Point) -> str | None:
-    return None if point.N == point.M and not point.q_offset else f"needs N = M, got N={point.N} and M={point.M}"
+    if point.N == point.M and not point.q_offset:
+        return None
+    return f"needs N = M and q_offset = 0, got N={point.N}, M={point.M} and q_offset={point.q_offset}"
 
 
 def _dense(backend: SDPBackend) -> Callable[[Case], Callable[[], Tensor]]:

@@ -162,6 +162,7 @@ _each("d", "D", (16, 32, 64, 80, 96, 100, 112, 128, 192, 256), N=100, block_size
 case("dv_smaller", N=100, D=64, Dv=32)(make)
 case("dv_larger", N=100, D=64, Dv=128)(make)
 _each("block", "block_size", (1, 16, 48, 64, 100, 128, 256), N=300, topk=2)
+case("block600", Hq=8, N=40, M=1300, topk=2, block_size=600, q_offset=1260)(make)
 case("one_block_larger_than_m", N=40, M=40, block_size=2**20, topk=1)(make)
 case("topk_beyond_blocks", N=64, topk=9, block_size=32)(make)
 
@@ -239,6 +240,14 @@ def _duplicates(dtype: torch.dtype) -> Inputs:
 def _duplicates_across_rows(dtype: torch.dtype) -> Inputs:
     x = make(dtype, N=128)
     return replace(x, index=torch.tensor([1, 0, 1, 1], dtype=torch.int32).expand(1, 2, 128, 4).contiguous())
+
+
+@case("topk_beyond_64")
+def _topk_beyond_64(dtype: torch.dtype) -> Inputs:
+    """More ids than are looked at together, with duplicates far apart and ids that mean nothing between them."""
+    x = make(dtype, Hq=8, N=24, M=2100, topk=70, block_size=16, q_offset=2000, seed=9)
+    strange = torch.tensor([-1, 2**31 - 1, 5000, -7], dtype=torch.int32).expand(*x.index.shape[:3], 4)
+    return replace(x, index=torch.cat([x.index[..., :66], strange, x.index.flip(-1)], -1))
 
 
 @case("topk_zero")
@@ -341,6 +350,17 @@ def _unseen_keys_hold_nan(dtype: torch.dtype) -> Inputs:
     for tensor in (k, v):
         tensor[:, :, 64:256] = torch.nan
         tensor[:, :, 305:] = torch.nan
+    return replace(x, k=k, v=v, index=index)
+
+
+@case("keys_behind_rows_that_see_nothing")
+def _keys_behind_rows_that_see_nothing(dtype: torch.dtype) -> Inputs:
+    """Padded queries behind the real ones, in front of a cache whose tail was never written: NaN there goes nowhere."""
+    x = make(dtype, Hq=8, Hk=1, N=8, M=32, topk=1)
+    index = torch.tensor([0, 0, 0, 0, -1, -1, -1, -1], dtype=torch.int32)[None, None, :, None].clone()
+    k, v = x.k.clone(), x.v.clone()
+    for tensor in (k, v):
+        tensor[:, :, 4:] = torch.nan
     return replace(x, k=k, v=v, index=index)
 
 

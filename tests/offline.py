@@ -69,7 +69,8 @@ def _describe(launch: Launch) -> tuple[dict[str, str], dict[tuple[int, ...], Any
             constants[(place,)] = value
         elif isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            if value.is_meta or value.data_ptr() % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, TensorDescriptor):
             element = _TYPES[value.base.dtype].removeprefix("*")
             signature[name] = f"tensordesc<{element}{list(value.block_shape)}>".replace(" ", "")

@@ -87,8 +87,6 @@ def skip_if_unavailable(backend: str, device: torch.device) -> None:
 
 
 def skip_if_unsupported(backend: str, x: Inputs) -> None:
-    if INTERPRETED and backend == "triton" and x.q.dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter multiplies bf16 matrices wrongly")
     reasons = registry.reasons_against(backend, sparse_attn.problem_of(*x.args, **x.kwargs))
     if reasons == (messages.no_backward(),):
         pytest.skip(

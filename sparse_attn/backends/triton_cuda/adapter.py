@@ -19,6 +19,8 @@ MAX_FEATURES = 256
 LEAST_CAPABILITY = 80
 # Grids have at most so many blocks along y.
 _MAX_GRID_Y = 65535
+# Positions are 32-bit numbers, also those of a tile's or a block's end.
+_MAX_LENGTH = 2**31 - 2**16
 
 
 class TritonBackend:
@@ -32,8 +34,11 @@ class TritonBackend:
         for name in ("D", "Dv"):
             if getattr(problem, name) > MAX_FEATURES:
                 reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
-        if max(problem.N, problem.M) > 2**31 - 2**16:
-            reasons.append(f"needs N and M below 2**31 - 2**16, got N={problem.N} and M={problem.M}")
+        if problem.device.type == "cpu" and problem.dtype == torch.bfloat16:
+            reasons.append("needs fp16 or fp32 in Triton's interpreter, which multiplies bf16 matrices wrongly, got bf16")
+        reach = problem.M + min(problem.block_size, problem.M)
+        if max(problem.N, reach) > _MAX_LENGTH:
+            reasons.append(f"needs N and M + block_size of at most 2**31 - 2**16, got N={problem.N} and {reach}")
         programs = problem.B * problem.Hk * -(-problem.group // 16)
         if programs > _MAX_GRID_Y:
             reasons.append(f"needs B * Hk * ceil(Hq / Hk / 16) <= {_MAX_GRID_Y}, got {programs}")

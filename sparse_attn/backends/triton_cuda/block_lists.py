@@ -18,9 +18,10 @@ from .plan import padded
 
 # Key blocks looked at together, at most: bits of 32-bit words, one row of words for each query.
 _MAX_BLOCKS = 1024
-# Numbers kept for each tile: the ends of its four segments; whether its queries are better off one by one; and a 0 whose value
-# the compiler does not know: places that are worked out with it once more need no registers in between.
-_FIELDS = 6
+# Numbers kept for each tile: the ends of its four segments; whether its queries are better off one by one; a 0 whose value the
+# compiler does not know, since places that are worked out with it once more need no registers in between; and the mask
+# of the queries that see any key.
+_FIELDS = 7
 FIELDS = tl.constexpr(_FIELDS)
 
 
@@ -29,7 +30,8 @@ class BlockLists(NamedTuple):
 
     Attributes:
         entries: int64 ``[B * Hk * tiles, capacity]``: ``block << 32 | mask``, bit t of the mask for query t of the tile.
-        fields: int32 ``[B * Hk * tiles, 6]``: where the segments of a list end (below), the route, and 0.
+        fields: int32 ``[B * Hk * tiles, 7]``: where the segments of a list end (below), the route, 0, and a mask of the
+            queries that see anything.
         capacity: length of a list, ``min(num_blocks, T * topk)`` or 1.
         tiles: tiles of one head, ``ceil(N / T)``.
         T: queries in a tile.
@@ -104,12 +106,17 @@ def build_block_lists(
     edge = tl.minimum(tl.maximum(first_query + q_offset + 1, 0), M) // block_size
 
     if ALL_AT_ONCE:
-        mask = _masks(index, stride_n, stride_t, 0, first_query, N, M, topk, block_size, q_offset, T, BLOCKS, UNROLL)
+        mask, seen = _masks(
+            index, stride_n, stride_t, 0, first_query, N, M, topk, block_size, q_offset, T, BLOCKS, UNROLL
+        )
         both, first, second, masked, pairs = _count(mask, 0, edge, T, HALVES, BLOCKS, ROUTE)
     else:
-        both, first, second, masked, pairs = 0, 0, 0, 0, 0
+        both, first, second, masked, pairs, seen = 0, 0, 0, 0, 0, 0
         for start in range(0, stop, BLOCKS):
-            mask = _masks(index, stride_n, stride_t, start, first_query, N, M, topk, block_size, q_offset, T, BLOCKS, UNROLL)
+            mask, seen_here = _masks(
+                index, stride_n, stride_t, start, first_query, N, M, topk, block_size, q_offset, T, BLOCKS, UNROLL
+            )
+            seen |= seen_here
             n0, n1, n2, n3, n = _count(mask, start, edge, T, HALVES, BLOCKS, ROUTE)
             both, first, second, masked, pairs = both + n0, first + n1, second + n2, masked + n3, pairs + n
     first += both
@@ -120,6 +127,7 @@ def build_block_lists(
     tl.store(fields + 2, second)
     tl.store(fields + 3, masked)
     tl.store(fields + 5, 0)
+    tl.store(fields + 6, seen)
     tl.store(fields + 4, (pairs < masked * sharing).to(tl.int32))
 
     masked, second, first, both = second, first, both, 0
@@ -127,7 +135,9 @@ def build_block_lists(
         _fill(entries, mask, 0, edge, both, first, second, masked, T, HALVES, BLOCKS)
     else:
         for start in range(0, stop, BLOCKS):
-            mask = _masks(index, stride_n, stride_t, start, first_query, N, M, topk, block_size, q_offset, T, BLOCKS, UNROLL)
+            mask, _ = _masks(
+                index, stride_n, stride_t, start, first_query, N, M, topk, block_size, q_offset, T, BLOCKS, UNROLL
+            )
             both, first, second, masked = _fill(
                 entries, mask, start, edge, both, first, second, masked, T, HALVES, BLOCKS
             )
@@ -138,7 +148,10 @@ def _masks(
     index, stride_n, stride_t, start, first_query, N, M, topk, block_size, q_offset,
     T: tl.constexpr, BLOCKS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """For each of the BLOCKS blocks from ``start`` on: bit t is set iff query t of the tile selected it and sees a key."""
+    """For each of the BLOCKS blocks from ``start`` on: bit t is set iff query t of the tile selected it and sees a key.
+
+    And, second, one mask of the queries of which that is so for any of these blocks.
+    """
     WORDS: tl.constexpr = BLOCKS // 32
     t = tl.arange(0, T)
     i = first_query + t
@@ -156,7 +169,8 @@ def _masks(
             bit = tl.where(counts, 1 << (local & 31), 0)
             words |= tl.where((local >> 5)[:, None] == tl.arange(0, WORDS)[None, :], bit[:, None], 0)
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    return tl.reshape(tl.sum(bits << t[:, None, None], 0), [BLOCKS])
+    seen = tl.sum(tl.max((words != 0).to(tl.int32), 1) << t, 0)
+    return tl.reshape(tl.sum(bits << t[:, None, None], 0), [BLOCKS]), seen
 
 
 @triton.jit
@@ -168,7 +182,7 @@ def _segments(mask, start, edge, T: tl.constexpr, HALVES: tl.constexpr, BLOCKS: 
         first = inner & ((mask & ~FIRST) == 0)
         second = inner & ((mask & FIRST) == 0)
     else:
-        first = inner & False
+        first = inner & (mask == 0)  # none
         second = first
     return inner & ~first & ~second, first, second, (mask != 0) & ~inner
 

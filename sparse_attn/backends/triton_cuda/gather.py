@@ -2,7 +2,8 @@
 
 Right where neighbouring queries share few blocks, so that a union would be much larger than one selection, and where
 there are few queries at all: decoding, with the blocks of one query spread over several programs to fill the device.
-No list is made beforehand: a program reads the ids of its query, and counts each once.
+It needs no lists (with both kernels in a plan, it reads there which queries are its own): a program reads the ids of its
+query, and counts each once.
 """
 
 import triton
@@ -81,6 +82,7 @@ def gather_kernel(
     m_i = tl.full([R], float("-inf"), tl.float32)
     l_i = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DV_PADDED], tl.float32)
+    tiles_seen = 0
     for start in tl.range(0, topk, IDS, num_stages=1):
         ids, counts = _chosen(index, start, position, num_blocks, block_size, topk, i_t, IDS)
         # Whole blocks first, without masks; then those that end behind the last key seen.
@@ -93,6 +95,7 @@ def gather_kernel(
         n_tiles = n_whole * per_block
         lo = n_tiles * split // SPLITS
         hi = n_tiles * (split + 1) // SPLITS
+        tiles_seen += hi - lo
         if PAIRS:
             # Two tiles at a time: half the reductions, one after the other, that a program of few queries waits for.
             for n in tl.range(lo, hi, 2, num_stages=STAGES):
@@ -148,25 +151,28 @@ def gather_kernel(
                     s = tl.where((first + keys < stop)[None, :], s, float("-inf"))
                 p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
-        masked_from = tl.where(split == SPLITS - 1, n_whole, n_all) * per_masked
-        for n in tl.range(masked_from, n_all * per_masked, num_stages=1):
+        n_masked = tl.where(split == SPLITS - 1, n_all - n_whole, 0)
+        tiles_seen += n_masked
+        for n in tl.range((n_all - n_masked) * per_masked, n_all * per_masked, num_stages=1):
             block = _id_at(ids, counts, place, n // per_masked)
             first = block * block_size + n % per_masked * BN_MASKED
             stop = tl.minimum((block + 1) * block_size, end)
-            k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
-            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-            s = tl.where((first + few < stop)[None, :], s, float("-inf"))
-            p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
-            v_tile = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PADDED > DV)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+            if first < stop:
+                k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
+                s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+                s = tl.where((first + few < stop)[None, :], s, float("-inf"))
+                p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
+                v_tile = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PADDED > DV)
+                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
 
     o_row = (b * Hk * g + head) * N + i
     if SPLITS > 1:
         o_row += split * (tl.num_programs(1) // chunks).to(tl.int64) * g * N
+    empty = tl.zeros([R], tl.int32) + tiles_seen == 0
     o = out + o_row[:, None] * DV + part[None, :]
-    tl.store(o, finish(acc, m_i, l_i).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
+    tl.store(o, finish(acc, l_i, empty).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
     if LSE:
-        tl.store(lse + o_row, natural_lse(m_i, l_i, c), there)
+        tl.store(lse + o_row, natural_lse(m_i, l_i, empty, c), there)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -190,7 +196,7 @@ def merge_kernel(
         total += weight
         o = tl.load(parts + place[:, None] * DV + part[None, :], there[:, None] & (part < DV)[None, :], other=0.0)
         acc += weight[:, None] * o
-    total = tl.where(top == float("-inf"), 1.0, total)
+    total = tl.where(total == 0.0, 1.0, total)  # nothing seen by any part; NaN stays NaN
     o = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * DV + part[None, :], o, there[:, None] & (part < DV)[None, :])
     if LSE:

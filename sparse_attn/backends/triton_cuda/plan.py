@@ -158,7 +158,7 @@ def union_tiles(shape: Shape, gpu: Gpu) -> Union:
         parts = 2 if value_width > R else 1
     heads = min(padded(shape.g, least=1), R)
     T = min(R // heads, MAX_QUERIES)
-    tiles = Union(False, max(16, heads * T), T, min(BN, block), 16, parts, warps, stages, tma=gpu.is_hopper and shape.dtype != torch.float32)
+    tiles = Union(False, heads * T, T, min(BN, block), 16, parts, warps, stages, tma=gpu.is_hopper and shape.dtype != torch.float32)
     return _fit(tiles, shape, gpu)
 
 
@@ -193,10 +193,11 @@ def _fit(tiles: _Tiles, shape: Shape, gpu: Gpu) -> _Tiles:
             tiles = tiles._replace(stages=tiles.stages - 1)
         elif tiles.BN > 16:
             tiles = tiles._replace(BN=tiles.BN // 2)
-        elif isinstance(tiles, Union):
-            tiles = tiles._replace(R=tiles.R // 2, T=max(1, tiles.T // 2))
+        elif tiles.R > 16:
+            fewer = {"T": max(1, tiles.T // 2)} if isinstance(tiles, Union) else {}
+            tiles = tiles._replace(R=tiles.R // 2, **fewer)
         else:
-            tiles = tiles._replace(R=tiles.R // 2)
+            raise ValueError(f"no tile of {shape} fits into {gpu.shared_bytes} bytes of shared memory")
     return tiles._replace(BN_masked=min(tiles.BN_masked, tiles.BN))
 
 

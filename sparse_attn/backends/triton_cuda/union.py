@@ -87,24 +87,26 @@ def union_kernel(
     acc0 = tl.zeros([R, DV_PART], tl.float32)
     acc1 = acc0
     inner = tl.load(fields + 2)
-    # Blocks in which single keys are hidden. What lies behind the last position of the tile may never have been written.
-    end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
+    # Blocks in which single keys are hidden. What lies behind the last key that one of its queries sees may never have been
+    # written: it must not be loaded, since 0 times NaN is NaN.
     few = tl.arange(0, BN_MASKED)
     per_masked = tl.cdiv(block_size, BN_MASKED)
     for t in tl.range(inner * per_masked, tl.load(fields + 3) * per_masked, num_stages=1):
         mask, first, stop = _entry(entries, t, per_masked, block_size, BN_MASKED)
-        stop = tl.minimum(stop, end)
-        k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
-        j = first + few
-        seen = ((mask >> t_q) & 1 != 0)[:, None] & (j[None, :] <= position[:, None]) & (j < stop)[None, :]
-        s = tl.where(seen, tl.dot(q_tile, k_tile.T, input_precision="ieee"), float("-inf"))
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
-        p = p.to(v.dtype.element_ty)
-        v0 = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PART > DV)
-        acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision="ieee")
-        if PARTS == 2:
-            v1 = load_tile(v, first, few, DV_PART + part, v_n, v_d, stop, DV, V_ROW, True, 2 * DV_PART > DV)
-            acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
+        last = tl.max(tl.where((mask >> t_q) & 1 != 0, position, -1), 0)
+        stop = tl.minimum(stop, tl.minimum(last + 1, M))
+        if first < stop:
+            k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
+            j = first + few
+            seen = ((mask >> t_q) & 1 != 0)[:, None] & (j[None, :] <= position[:, None]) & (j < stop)[None, :]
+            s = tl.where(seen, tl.dot(q_tile, k_tile.T, input_precision="ieee"), float("-inf"))
+            p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
+            p = p.to(v.dtype.element_ty)
+            v0 = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PART > DV)
+            acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision="ieee")
+            if PARTS == 2:
+                v1 = load_tile(v, first, few, DV_PART + part, v_n, v_d, stop, DV, V_ROW, True, 2 * DV_PART > DV)
+                acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
     for t in tl.range(0, inner * per_block, num_stages=STAGES):
         mask, first, stop = _entry(entries, t, per_block, block_size, BN)
         k_tile = load_whole_tile(
@@ -131,13 +133,14 @@ def union_kernel(
     head = chunk * HEADS + rows // T
     there = (i < N) & (head < g)
     o_row = (bh * g + head) * N + i
+    empty = (tl.load(fields + 6) >> (rows % T)) & 1 == 0
     o = out + o_row[:, None] * DV + part[None, :]
-    tl.store(o, finish(acc0, m_i, l_i).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
+    tl.store(o, finish(acc0, l_i, empty).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
     if PARTS == 2:
-        o1 = finish(acc1, m_i, l_i).to(out.dtype.element_ty)
+        o1 = finish(acc1, l_i, empty).to(out.dtype.element_ty)
         tl.store(o + DV_PART, o1, there[:, None] & (DV_PART + part < DV)[None, :])
     if LSE:
-        tl.store(lse + o_row, natural_lse(m_i, l_i, c), there)
+        tl.store(lse + o_row, natural_lse(m_i, l_i, empty, c), there)
 
 
 @triton.jit
@@ -148,7 +151,7 @@ def _half_step(s, acc, m_i, l_i, v_tile, mask, bit, c):
 
 @triton.jit
 def _store_half(
-    out, lse, acc, m_i, l_i, first_query, zero, bh, Hk, g, N, c,
+    out, lse, acc, m_i, l_i, seen, first_query, zero, bh, Hk, g, N, c,
     R: tl.constexpr, HALF: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, R) + zero
@@ -157,10 +160,11 @@ def _store_half(
     there = (i < N) & (head < g)
     o_row = (bh * g + head) * N + i
     part = tl.arange(0, DV_PADDED)
-    o = finish(acc, m_i, l_i).to(out.dtype.element_ty)
+    empty = (seen >> (rows % HALF)) & 1 == 0
+    o = finish(acc, l_i, empty).to(out.dtype.element_ty)
     tl.store(out + o_row[:, None] * DV + part[None, :], o, there[:, None] & (part < DV)[None, :])
     if LSE:
-        tl.store(lse + o_row, natural_lse(m_i, l_i, c), there)
+        tl.store(lse + o_row, natural_lse(m_i, l_i, empty, c), there)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -204,7 +208,8 @@ def halved_union_kernel(
     q += b * q_b + hk * g * q_h
     q_rows = head.to(tl.int64) * q_h + i.to(tl.int64) * q_n
     q0 = load_queries(q, q_rows, features, q_d, (i < N) & (head < g), D, NEGATIVE)
-    q1 = load_queries(q, q_rows + HALF * q_n, features, q_d, (i + HALF < N) & (head < g), D, NEGATIVE)
+    q_rows = head.to(tl.int64) * q_h + (i + HALF).to(tl.int64) * q_n
+    q1 = load_queries(q, q_rows, features, q_d, (i + HALF < N) & (head < g), D, NEGATIVE)
     k += b * k_b + hk * k_h
     v += b * v_b + hk * v_h
 
@@ -215,27 +220,29 @@ def halved_union_kernel(
     both = tl.load(fields) * per_block
     first_only = tl.load(fields + 1) * per_block
     second_only = tl.load(fields + 2)
-    # Blocks in which single keys are hidden. What lies behind the last position of the tile may never have been written.
-    end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
+    # Blocks in which single keys are hidden. What lies behind the last key that one of its queries sees may never have been
+    # written: it must not be loaded, since 0 times NaN is NaN.
     few = tl.arange(0, BN_MASKED)
     per_masked = tl.cdiv(block_size, BN_MASKED)
     for t in tl.range(second_only * per_masked, tl.load(fields + 3) * per_masked, num_stages=1):
         mask, first, stop = _entry(entries, t, per_masked, block_size, BN_MASKED)
-        stop = tl.minimum(stop, end)
-        k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
-        j = tl.where(first + few < stop, first + few, 2147483647)[None, :]
-        seen = (mask & bit != 0)[:, None] & (j <= (i + q_offset)[:, None])
-        s0 = tl.where(seen, tl.dot(q0, k_tile.T, input_precision="ieee"), float("-inf"))
-        p0, alpha0, m0, l0 = softmax_step(s0, m0, l0, True, c)
-        p0 = p0.to(v.dtype.element_ty)
-        seen = ((mask >> HALF) & bit != 0)[:, None] & (j <= (i + HALF + q_offset)[:, None])
-        s1 = tl.where(seen, tl.dot(q1, k_tile.T, input_precision="ieee"), float("-inf"))
-        p1, alpha1, m1, l1 = softmax_step(s1, m1, l1, True, c)
-        p1 = p1.to(v.dtype.element_ty)
-        # Loaded only now, through registers: k is out of them.
-        v_tile = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PART > DV)
-        acc0 = tl.dot(p0, v_tile, acc0 * alpha0[:, None], input_precision="ieee")
-        acc1 = tl.dot(p1, v_tile, acc1 * alpha1[:, None], input_precision="ieee")
+        last = tl.max(tl.where((mask >> HALF) & bit != 0, i + HALF, tl.where(mask & bit != 0, i, -1)), 0)
+        stop = tl.minimum(stop, tl.minimum(last + q_offset + 1, M))
+        if first < stop:
+            k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
+            j = tl.where(first + few < stop, first + few, 2147483647)[None, :]
+            seen = (mask & bit != 0)[:, None] & (j <= (i + q_offset)[:, None])
+            s0 = tl.where(seen, tl.dot(q0, k_tile.T, input_precision="ieee"), float("-inf"))
+            p0, alpha0, m0, l0 = softmax_step(s0, m0, l0, True, c)
+            p0 = p0.to(v.dtype.element_ty)
+            seen = ((mask >> HALF) & bit != 0)[:, None] & (j <= (i + HALF + q_offset)[:, None])
+            s1 = tl.where(seen, tl.dot(q1, k_tile.T, input_precision="ieee"), float("-inf"))
+            p1, alpha1, m1, l1 = softmax_step(s1, m1, l1, True, c)
+            p1 = p1.to(v.dtype.element_ty)
+            # Loaded only now, through registers: k is out of them.
+            v_tile = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PART > DV)
+            acc0 = tl.dot(p0, v_tile, acc0 * alpha0[:, None], input_precision="ieee")
+            acc1 = tl.dot(p1, v_tile, acc1 * alpha1[:, None], input_precision="ieee")
     for t in tl.range(0, both, num_stages=STAGES):
         mask, first, stop = _entry(entries, t, per_block, block_size, BN)
         k_tile = load_whole_tile(
@@ -270,7 +277,7 @@ def halved_union_kernel(
         acc0, m0, l0 = _half_step(s0, acc0, m0, l0, v_tile, mask, bit, c)
     # Stored before the last loop, which has its registers to itself then.
     zero = tl.load(fields + 5)
-    _store_half(out, lse, acc0, m0, l0, tile * T, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
+    _store_half(out, lse, acc0, m0, l0, tl.load(fields + 6), tile * T, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
     for t in tl.range(first_only, second_only * per_block, num_stages=STAGES):
         mask, first, stop = _entry(entries, t, per_block, block_size, BN)
         k_tile = load_whole_tile(
@@ -283,4 +290,4 @@ def halved_union_kernel(
         if not EVEN:
             s1 = tl.where((first + keys < stop)[None, :], s1, float("-inf"))
         acc1, m1, l1 = _half_step(s1, acc1, m1, l1, v_tile, mask >> HALF, bit, c)
-    _store_half(out, lse, acc1, m1, l1, tile * T + HALF, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
+    _store_half(out, lse, acc1, m1, l1, tl.load(fields + 6) >> HALF, tile * T + HALF, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
