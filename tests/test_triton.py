@@ -372,7 +372,7 @@ def test_lengths_do_not_compile_anew() -> None:
 
 @compiles
 def test_calls_that_are_alike_are_compiled_alike() -> None:
-    """What ``Launch.run`` takes for the same is the same to Triton; or kernels would get what they were not made for."""
+    """What ``Launch.run`` takes for the same is the same to Triton, or kernels would get what they are not made for."""
     by_key: dict[object, set[object]] = {}
     generator = torch.Generator().manual_seed(0)
 

@@ -194,8 +194,9 @@ def _fit(tiles: _Tiles, shape: Shape, gpu: Gpu) -> _Tiles:
         elif tiles.BN > 16:
             tiles = tiles._replace(BN=tiles.BN // 2)
         elif tiles.R > 16:
-            fewer = {"T": max(1, tiles.T // 2)} if isinstance(tiles, Union) else {}
-            tiles = tiles._replace(R=tiles.R // 2, **fewer)
+            tiles = tiles._replace(R=tiles.R // 2)
+            if isinstance(tiles, Union):
+                tiles = tiles._replace(T=max(1, tiles.T // 2))
         else:
             raise ValueError(f"no tile of {shape} fits into {gpu.shared_bytes} bytes of shared memory")
     return tiles._replace(BN_masked=min(tiles.BN_masked, tiles.BN))
