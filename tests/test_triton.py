@@ -192,7 +192,7 @@ def test_block_lists(
                 if 0 <= block < num_blocks and block * block_size <= i + q_offset:
                     expected[block] = expected.get(block, 0) | 1 << i - tile * T
         got: dict[int, int] = {}
-        start, *_ = 0, None
+        start = 0
         for segment, end in enumerate(fields[row, :4].tolist()):
             for entry in entries[row, start:end].tolist():
                 block, mask = entry >> 32, entry & 0xFFFFFFFF

@@ -2,7 +2,7 @@
 
 The g heads of T adjacent queries are the rows of one tile, so that a block of keys is read once for all of them; a row that did
 not select it gets weights of 0. Against reading each query's own blocks, traffic falls by up to T and arithmetic grows by
-how much larger the union is than one query's selection (docs/performance.md has both, per shape).
+how much larger the union is than one query's selection (docs/performance.md has figures).
 
 Two forms. ``union_kernel`` is one tile. ``halved_union_kernel`` is two tiles of half the queries that share what they load:
 blocks that both need feed both, and those that one half needs are left out by the other, so that it does
