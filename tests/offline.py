@@ -29,6 +29,8 @@ class Compiled(NamedTuple):
         registers: of a thread.
         stack: bytes of local memory of a thread: spills.
         spills_in_loops: instructions that reach local memory in innermost loops with matrix products.
+        waits_for_wgmma: the most waits for each wgmma instruction in such a loop. One asynchronous product is several
+            instructions and one wait; where ptxas gives up on asynchrony, in the whole kernel, each waits twice.
         shared: bytes of shared memory of a block.
         ptx: the code before ptxas.
     """
@@ -36,6 +38,7 @@ class Compiled(NamedTuple):
     registers: int
     stack: int
     spills_in_loops: int
+    waits_for_wgmma: float
     shared: int
     ptx: str
 
@@ -56,7 +59,10 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
         usage = _cuobjdump("--dump-resource-usage", file.name)
         sass = _cuobjdump("--dump-sass", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return Compiled(registers, stack, _spills_in_loops(sass), kernel.metadata.shared, kernel.asm["ptx"])
+    loops = _loops_with_products(sass)
+    spills = sum(bool(re.search(r"\b(LDL|STL)\b", text)) for body in loops for text in body)
+    waits = [_count("WARPGROUP", body) / _count("HGMMA", body) for body in loops if _count("HGMMA", body)]
+    return Compiled(registers, stack, spills, max(waits, default=0.0), kernel.metadata.shared, kernel.asm["ptx"])
 
 
 def _describe(launch: Launch) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
@@ -90,8 +96,12 @@ def _cuobjdump(option: str, file: str) -> str:
     return subprocess.run([_TOOLS / "cuobjdump", option, file], capture_output=True, text=True, check=True).stdout
 
 
-def _spills_in_loops(sass: str) -> int:
-    """Count LDL and STL from the targets of backward jumps to the jumps, in innermost loops with matrix products."""
+def _count(instruction: str, body: list[str]) -> int:
+    return sum(instruction in text for text in body)
+
+
+def _loops_with_products(sass: str) -> list[list[str]]:
+    """Innermost loops with matrix products: instructions from the targets of backward jumps to the jumps."""
     lines = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)}
     jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in lines.items()]
     loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
@@ -100,9 +110,5 @@ def _spills_in_loops(sass: str) -> int:
         for start, end in loops
         if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops)
     ]
-    count = 0
-    for start, end in innermost:
-        body = [text for at, text in lines.items() if start <= at <= end]
-        if any("MMA" in text for text in body):
-            count += sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in body)
-    return count
+    bodies = [[text for at, text in lines.items() if start <= at <= end] for start, end in innermost]
+    return [body for body in bodies if _count("MMA", body)]

@@ -328,6 +328,7 @@ def test_main_kernels_compile_without_spills(gpu: Gpu, name: str, D: int, dtype:
         if kernel != "merge_kernel":
             estimate = shared_bytes(chosen.union if "union" in kernel else chosen.gather, shape)
             assert compiled.shared <= estimate, f"{kernel}: more shared memory than the plan counts with"
+        assert compiled.waits_for_wgmma < 1, f"{kernel}: ptxas made wgmma wait for each other"
         uses_wgmma = "wgmma.mma_async" in compiled.ptx
         assert uses_wgmma == ("union" in kernel and gpu.is_hopper)
 

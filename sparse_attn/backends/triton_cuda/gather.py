@@ -82,7 +82,6 @@ def gather_kernel(
     m_i = tl.full([R], float("-inf"), tl.float32)
     l_i = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DV_PADDED], tl.float32)
-    tiles_seen = 0
     for start in tl.range(0, topk, IDS, num_stages=1):
         ids, counts = _chosen(index, start, position, num_blocks, block_size, topk, i_t, IDS)
         # Whole blocks first, without masks; then those that end behind the last key seen.
@@ -95,7 +94,6 @@ def gather_kernel(
         n_tiles = n_whole * per_block
         lo = n_tiles * split // SPLITS
         hi = n_tiles * (split + 1) // SPLITS
-        tiles_seen += hi - lo
         if PAIRS:
             # Two tiles at a time: half the reductions, one after the other, that a program of few queries waits for.
             for n in tl.range(lo, hi, 2, num_stages=STAGES):
@@ -152,7 +150,6 @@ def gather_kernel(
                 p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
         n_masked = tl.where(split == SPLITS - 1, n_all - n_whole, 0)
-        tiles_seen += n_masked
         for n in tl.range((n_all - n_masked) * per_masked, n_all * per_masked, num_stages=1):
             block = _id_at(ids, counts, place, n // per_masked)
             first = block * block_size + n % per_masked * BN_MASKED
@@ -168,11 +165,10 @@ def gather_kernel(
     o_row = (b * Hk * g + head) * N + i
     if SPLITS > 1:
         o_row += split * (tl.num_programs(1) // chunks).to(tl.int64) * g * N
-    empty = tl.zeros([R], tl.int32) + tiles_seen == 0
     o = out + o_row[:, None] * DV + part[None, :]
-    tl.store(o, finish(acc, l_i, empty).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
+    tl.store(o, finish(acc, l_i).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
     if LSE:
-        tl.store(lse + o_row, natural_lse(m_i, l_i, empty, c), there)
+        tl.store(lse + o_row, natural_lse(m_i, l_i, c), there)
 
 
 @triton.jit(do_not_specialize=["rows"])

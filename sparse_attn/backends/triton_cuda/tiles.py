@@ -71,12 +71,12 @@ def softmax_step(s, m_i, l_i, selected, c):
 
 
 @triton.jit
-def finish(acc, l_i, empty):
-    """Divide by the sum. A row that saw nothing is 0, whatever its query held; one of NaN that saw something is NaN."""
-    return tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, l_i))[:, None])
+def finish(acc, l_i):
+    """Divide by the sum. It is 0 for a row that saw nothing, and then so is the result; NaN stays NaN."""
+    return acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
 
 
 @triton.jit
-def natural_lse(m_i, l_i, empty, c):
-    """The natural logarithm of the softmax denominator, -inf for a row that saw nothing."""
-    return tl.where(empty, float("-inf"), (m_i * c + tl.log2(tl.where(empty, 1.0, l_i))) * 0.6931471805599453)
+def natural_lse(m_i, l_i, c):
+    """The natural logarithm of the softmax denominator; -inf, by its terms, for a row that saw nothing."""
+    return (m_i * c + tl.log2(l_i)) * 0.6931471805599453

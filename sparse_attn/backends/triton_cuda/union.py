@@ -28,6 +28,15 @@ def _entry(entries, t, per_block, block_size, BN: tl.constexpr):
 
 
 @triton.jit
+def _queries_until_last(mask, T: tl.constexpr):
+    """One more than the place of the highest bit that is set."""
+    n = 0
+    for t in tl.static_range(T):
+        n = tl.where((mask >> t) & 1 != 0, t + 1, n)
+    return n
+
+
+@triton.jit
 def _query_tile(q_tma, b, head, i):
     """Rows head-major. Where the group has fewer heads than the tile, the next group's: their results are not stored."""
     tile = q_tma.load([b.to(tl.int32), head.to(tl.int32), i, 0])
@@ -67,18 +76,19 @@ def union_kernel(
     t_q = rows % T
     head = chunk * HEADS + rows // T
     i = tile * T + t_q
-    there = (i < N) & (head < g)
+    # A query that sees nothing may hold anything. Read as 0, it makes no NaN in blocks that others selected.
+    sees = (tl.load(fields + 6) >> t_q) & 1 != 0
     position = i + q_offset
-    head = hk * g + head
     features = tl.arange(0, D_PADDED)
     part = tl.arange(0, DV_PART)
     keys = tl.arange(0, BN)
     per_block = SUBTILES if SUBTILES > 0 else tl.cdiv(block_size, BN)
     if TMA:
         q_tile = _query_tile(q_tma, b, hk * g + chunk * HEADS, tile * T)
+        q_tile = tl.where(sees[:, None], q_tile, 0.0)
     else:
-        q_rows = b * q_b + head * q_h + i.to(tl.int64) * q_n
-        q_tile = load_queries(q, q_rows, features, q_d, there, D, NEGATIVE)
+        q_rows = b * q_b + (hk * g + head) * q_h + i.to(tl.int64) * q_n
+        q_tile = load_queries(q, q_rows, features, q_d, sees & (head < g), D, NEGATIVE)
     k += b * k_b + hk * k_h
     v += b * v_b + hk * v_h
 
@@ -87,26 +97,27 @@ def union_kernel(
     acc0 = tl.zeros([R, DV_PART], tl.float32)
     acc1 = acc0
     inner = tl.load(fields + 2)
-    # Blocks in which single keys are hidden. What lies behind the last key that one of its queries sees may never have been
-    # written: it must not be loaded, since 0 times NaN is NaN.
+    # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been written, and
+    # its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one, ptxas makes
+    # every wgmma of the kernel wait for the one before.
+    end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
     few = tl.arange(0, BN_MASKED)
     per_masked = tl.cdiv(block_size, BN_MASKED)
     for t in tl.range(inner * per_masked, tl.load(fields + 3) * per_masked, num_stages=1):
         mask, first, stop = _entry(entries, t, per_masked, block_size, BN_MASKED)
-        last = tl.max(tl.where((mask >> t_q) & 1 != 0, position, -1), 0)
-        stop = tl.minimum(stop, tl.minimum(last + 1, M))
-        if first < stop:
-            k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
-            j = first + few
-            seen = ((mask >> t_q) & 1 != 0)[:, None] & (j[None, :] <= position[:, None]) & (j < stop)[None, :]
-            s = tl.where(seen, tl.dot(q_tile, k_tile.T, input_precision="ieee"), float("-inf"))
-            p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
-            p = p.to(v.dtype.element_ty)
-            v0 = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PART > DV)
-            acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision="ieee")
-            if PARTS == 2:
-                v1 = load_tile(v, first, few, DV_PART + part, v_n, v_d, stop, DV, V_ROW, True, 2 * DV_PART > DV)
-                acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
+        stop = tl.minimum(stop, end)
+        stop_v = tl.minimum(stop, tile * T + _queries_until_last(mask, T) + q_offset)
+        k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
+        j = first + few
+        seen = ((mask >> t_q) & 1 != 0)[:, None] & (j[None, :] <= position[:, None]) & (j < stop)[None, :]
+        s = tl.where(seen, tl.dot(q_tile, k_tile.T, input_precision="ieee"), float("-inf"))
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, True, c)
+        p = p.to(v.dtype.element_ty)
+        v0 = load_tile(v, first, few, part, v_n, v_d, stop_v, DV, V_ROW, True, DV_PART > DV)
+        acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision="ieee")
+        if PARTS == 2:
+            v1 = load_tile(v, first, few, DV_PART + part, v_n, v_d, stop_v, DV, V_ROW, True, 2 * DV_PART > DV)
+            acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
     for t in tl.range(0, inner * per_block, num_stages=STAGES):
         mask, first, stop = _entry(entries, t, per_block, block_size, BN)
         k_tile = load_whole_tile(
@@ -133,14 +144,13 @@ def union_kernel(
     head = chunk * HEADS + rows // T
     there = (i < N) & (head < g)
     o_row = (bh * g + head) * N + i
-    empty = (tl.load(fields + 6) >> (rows % T)) & 1 == 0
     o = out + o_row[:, None] * DV + part[None, :]
-    tl.store(o, finish(acc0, l_i, empty).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
+    tl.store(o, finish(acc0, l_i).to(out.dtype.element_ty), there[:, None] & (part < DV)[None, :])
     if PARTS == 2:
-        o1 = finish(acc1, l_i, empty).to(out.dtype.element_ty)
+        o1 = finish(acc1, l_i).to(out.dtype.element_ty)
         tl.store(o + DV_PART, o1, there[:, None] & (DV_PART + part < DV)[None, :])
     if LSE:
-        tl.store(lse + o_row, natural_lse(m_i, l_i, empty, c), there)
+        tl.store(lse + o_row, natural_lse(m_i, l_i, c), there)
 
 
 @triton.jit
@@ -151,7 +161,7 @@ def _half_step(s, acc, m_i, l_i, v_tile, mask, bit, c):
 
 @triton.jit
 def _store_half(
-    out, lse, acc, m_i, l_i, seen, first_query, zero, bh, Hk, g, N, c,
+    out, lse, acc, m_i, l_i, first_query, zero, bh, Hk, g, N, c,
     R: tl.constexpr, HALF: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, R) + zero
@@ -160,11 +170,10 @@ def _store_half(
     there = (i < N) & (head < g)
     o_row = (bh * g + head) * N + i
     part = tl.arange(0, DV_PADDED)
-    empty = (seen >> (rows % HALF)) & 1 == 0
-    o = finish(acc, l_i, empty).to(out.dtype.element_ty)
+    o = finish(acc, l_i).to(out.dtype.element_ty)
     tl.store(out + o_row[:, None] * DV + part[None, :], o, there[:, None] & (part < DV)[None, :])
     if LSE:
-        tl.store(lse + o_row, natural_lse(m_i, l_i, empty, c), there)
+        tl.store(lse + o_row, natural_lse(m_i, l_i, c), there)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -204,12 +213,14 @@ def halved_union_kernel(
     part = tl.arange(0, DV_PART)
     keys = tl.arange(0, BN)
     per_block = SUBTILES if SUBTILES > 0 else tl.cdiv(block_size, BN)
+    # A query that sees nothing may hold anything. Read as 0, it makes no NaN in blocks that others selected.
+    sees = tl.load(fields + 6)
     # By pointers: what comes from a descriptor, Triton would keep in registers, and there are none left.
     q += b * q_b + hk * g * q_h
     q_rows = head.to(tl.int64) * q_h + i.to(tl.int64) * q_n
-    q0 = load_queries(q, q_rows, features, q_d, (i < N) & (head < g), D, NEGATIVE)
+    q0 = load_queries(q, q_rows, features, q_d, (sees & bit != 0) & (head < g), D, NEGATIVE)
     q_rows = head.to(tl.int64) * q_h + (i + HALF).to(tl.int64) * q_n
-    q1 = load_queries(q, q_rows, features, q_d, (i + HALF < N) & (head < g), D, NEGATIVE)
+    q1 = load_queries(q, q_rows, features, q_d, ((sees >> HALF) & bit != 0) & (head < g), D, NEGATIVE)
     k += b * k_b + hk * k_h
     v += b * v_b + hk * v_h
 
@@ -220,29 +231,30 @@ def halved_union_kernel(
     both = tl.load(fields) * per_block
     first_only = tl.load(fields + 1) * per_block
     second_only = tl.load(fields + 2)
-    # Blocks in which single keys are hidden. What lies behind the last key that one of its queries sees may never have been
-    # written: it must not be loaded, since 0 times NaN is NaN.
+    # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been written, and
+    # its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one, ptxas makes
+    # every wgmma of the kernel wait for the one before.
+    end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
     few = tl.arange(0, BN_MASKED)
     per_masked = tl.cdiv(block_size, BN_MASKED)
     for t in tl.range(second_only * per_masked, tl.load(fields + 3) * per_masked, num_stages=1):
         mask, first, stop = _entry(entries, t, per_masked, block_size, BN_MASKED)
-        last = tl.max(tl.where((mask >> HALF) & bit != 0, i + HALF, tl.where(mask & bit != 0, i, -1)), 0)
-        stop = tl.minimum(stop, tl.minimum(last + q_offset + 1, M))
-        if first < stop:
-            k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
-            j = tl.where(first + few < stop, first + few, 2147483647)[None, :]
-            seen = (mask & bit != 0)[:, None] & (j <= (i + q_offset)[:, None])
-            s0 = tl.where(seen, tl.dot(q0, k_tile.T, input_precision="ieee"), float("-inf"))
-            p0, alpha0, m0, l0 = softmax_step(s0, m0, l0, True, c)
-            p0 = p0.to(v.dtype.element_ty)
-            seen = ((mask >> HALF) & bit != 0)[:, None] & (j <= (i + HALF + q_offset)[:, None])
-            s1 = tl.where(seen, tl.dot(q1, k_tile.T, input_precision="ieee"), float("-inf"))
-            p1, alpha1, m1, l1 = softmax_step(s1, m1, l1, True, c)
-            p1 = p1.to(v.dtype.element_ty)
-            # Loaded only now, through registers: k is out of them.
-            v_tile = load_tile(v, first, few, part, v_n, v_d, stop, DV, V_ROW, True, DV_PART > DV)
-            acc0 = tl.dot(p0, v_tile, acc0 * alpha0[:, None], input_precision="ieee")
-            acc1 = tl.dot(p1, v_tile, acc1 * alpha1[:, None], input_precision="ieee")
+        stop = tl.minimum(stop, end)
+        stop_v = tl.minimum(stop, tile * T + _queries_until_last(mask, T) + q_offset)
+        k_tile = load_tile(k, first, few, features, k_n, k_d, stop, D, K_ROW, True, D_PADDED > D)
+        j = tl.where(first + few < stop, first + few, 2147483647)[None, :]
+        seen = (mask & bit != 0)[:, None] & (j <= (i + q_offset)[:, None])
+        s0 = tl.where(seen, tl.dot(q0, k_tile.T, input_precision="ieee"), float("-inf"))
+        p0, alpha0, m0, l0 = softmax_step(s0, m0, l0, True, c)
+        p0 = p0.to(v.dtype.element_ty)
+        seen = ((mask >> HALF) & bit != 0)[:, None] & (j <= (i + HALF + q_offset)[:, None])
+        s1 = tl.where(seen, tl.dot(q1, k_tile.T, input_precision="ieee"), float("-inf"))
+        p1, alpha1, m1, l1 = softmax_step(s1, m1, l1, True, c)
+        p1 = p1.to(v.dtype.element_ty)
+        # Loaded only now, through registers: k is out of them.
+        v_tile = load_tile(v, first, few, part, v_n, v_d, stop_v, DV, V_ROW, True, DV_PART > DV)
+        acc0 = tl.dot(p0, v_tile, acc0 * alpha0[:, None], input_precision="ieee")
+        acc1 = tl.dot(p1, v_tile, acc1 * alpha1[:, None], input_precision="ieee")
     for t in tl.range(0, both, num_stages=STAGES):
         mask, first, stop = _entry(entries, t, per_block, block_size, BN)
         k_tile = load_whole_tile(
@@ -277,7 +289,7 @@ def halved_union_kernel(
         acc0, m0, l0 = _half_step(s0, acc0, m0, l0, v_tile, mask, bit, c)
     # Stored before the last loop, which has its registers to itself then.
     zero = tl.load(fields + 5)
-    _store_half(out, lse, acc0, m0, l0, tl.load(fields + 6), tile * T, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
+    _store_half(out, lse, acc0, m0, l0, tile * T, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
     for t in tl.range(first_only, second_only * per_block, num_stages=STAGES):
         mask, first, stop = _entry(entries, t, per_block, block_size, BN)
         k_tile = load_whole_tile(
@@ -290,4 +302,4 @@ def halved_union_kernel(
         if not EVEN:
             s1 = tl.where((first + keys < stop)[None, :], s1, float("-inf"))
         acc1, m1, l1 = _half_step(s1, acc1, m1, l1, v_tile, mask >> HALF, bit, c)
-    _store_half(out, lse, acc1, m1, l1, tl.load(fields + 6) >> HALF, tile * T + HALF, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
+    _store_half(out, lse, acc1, m1, l1, tile * T + HALF, zero, bh, Hk, g, N, c, R, HALF, DV, DV_PART, LSE)
