@@ -102,9 +102,13 @@ FORCED_CASES = (
 def test_every_kernel(case: str, kind: str, device: torch.device) -> None:
     x = CASES[case].build(torch.float16)
     expected = truth_of_case(case, torch.float16)
+    rows = slice(None)
+    if INTERPRETED and x.q.shape[2] > 130:  # the last queries only, or one case takes a minute
+        rows = slice(-50, None)
+        x = replace(x, q=x.q[:, :, rows], index=x.index[:, :, rows], q_offset=x.q_offset + x.q.shape[2] - 50)
     out, lse = run(x, forced(kind, x, adapter.gpu(device)), device)
-    assert_close(out, expected.out, expected.out_bound, "out")
-    assert_close(lse, expected.lse, expected.lse_bound, "lse")
+    assert_close(out, expected.out[:, :, rows], expected.out_bound, "out")
+    assert_close(lse, expected.lse[:, :, rows], expected.lse_bound, "lse")
 
 
 @runs_kernels
