@@ -24,7 +24,7 @@ def _report(device: torch.device, explanation: Explanation) -> str:
     lines = [f"{device}: {explanation.device}{nothing}"]
     for name, reasons in explanation.reasons.items():
         answer = "chosen" if name == explanation.chosen else "no" if reasons else "yes"
-        text = f"  {name:<{width}}  {answer:<6}  {'; '.join(reasons)}".rstrip()
+        text = f"  {name:<{width}}  {answer:<6}  {explanation.says(name)}".rstrip()
         lines.append(textwrap.fill(text, 120, subsequent_indent=" " * (width + 12), break_on_hyphens=False))
     return "\n".join(lines)
 

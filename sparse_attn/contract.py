@@ -126,6 +126,7 @@ class BackendSpec:
         architectures: shell patterns over ``Device.arch``, e.g. ``("sm80", "sm9*")``; any sequence of strings.
         requires: packages that ``target`` imports beside torch; any sequence of :class:`Requirement`.
         install: what to type when one of them is missing.
+        automatic: whether the automatic choice may take it. If not, it runs only where it is asked for by name.
 
     Raises:
         TypeError, ValueError: if a field is malformed.
@@ -136,6 +137,7 @@ class BackendSpec:
     architectures: tuple[str, ...]
     requires: tuple[Requirement, ...] = ()
     install: str | None = None
+    automatic: bool = True
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name) or self.name == "auto":
@@ -147,6 +149,8 @@ class BackendSpec:
             if isinstance(value, (str, Requirement)) or not all(isinstance(x, kind) for x in value):
                 raise TypeError(f"BackendSpec.{field} must be a tuple of {kind.__name__}, got {value!r}")
             object.__setattr__(self, field, tuple(value))  # a list would not hash
+        if not isinstance(self.automatic, bool):
+            raise TypeError(f"BackendSpec.automatic must be a bool, got {self.automatic!r}")
         if not self.architectures:
             raise ValueError("BackendSpec.architectures must name at least one pattern, got none")
 

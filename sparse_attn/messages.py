@@ -54,6 +54,10 @@ def no_backward() -> str:
     )
 
 
+def not_automatic(name: str) -> str:
+    return f"is not chosen by itself: use_backend({name!r}) or SPARSE_ATTN_BACKEND={name} asks for it"
+
+
 def unknown_backend(name: str, source: str, valid: Sequence[str]) -> str:
     import difflib
 
@@ -76,7 +80,7 @@ def none_available(device: Device, skipped: Mapping[str, Sequence[str]]) -> str:
 def slow_fallback(device: Device, skipped: Mapping[str, Sequence[str]]) -> str:
     return (
         f"sparse_attention runs on the reference backend on {device}: right, but far slower than this device can be, "
-        f"because no other backend can run this call:\n{refusals(skipped)}"
+        f"because no other backend can be chosen for this call:\n{refusals(skipped)}"
     )
 
 
@@ -100,19 +104,31 @@ class Explanation(NamedTuple):
     """What would run one call, and why not the others. Print it to read it.
 
     ``chosen`` is None when a forced backend cannot run the call. ``reasons`` has every known backend in the order in
-    which it would be tried, with its reasons against: an empty tuple means that it could run the call.
+    which it would be tried, with its reasons against: an empty tuple means that it could run the call. ``on_request``
+    names those that run only where they are asked for.
     """
 
     chosen: str | None
     how: str
     device: Device
     reasons: dict[str, tuple[str, ...]]
+    on_request: frozenset[str] = frozenset()
+
+    def says(self, name: str) -> str:
+        """What speaks against the backend ``name``; empty if nothing does."""
+        if name in self.on_request and name != self.chosen and not self.reasons[name]:
+            return not_automatic(name)
+        return "; ".join(self.reasons[name])
 
     def __str__(self) -> str:
         head = f"{self.chosen or 'nothing'} would run this call on {self.device} ({self.how})"
         width = max(map(len, self.reasons), default=0)
-        lines = [f"  {name:<{width}}  {'; '.join(why) or 'can run it'}" for name, why in self.reasons.items()]
+        lines = [f"  {name:<{width}}  {self._answer(name)}" for name in self.reasons]
         return "\n".join([head, *lines])
+
+    def _answer(self, name: str) -> str:
+        can = () if self.reasons[name] else ("can run it",)
+        return "; ".join(filter(None, (*can, self.says(name))))
 
 
 def _install(spec: BackendSpec) -> str:

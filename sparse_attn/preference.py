@@ -13,7 +13,8 @@ PREFERENCE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sm90", ("tilelang", "triton", FALLBACK)),
     ("sm*", ("triton", FALLBACK)),
     # The order of these two is by argument until a 910B has run them: a kernel made for the operator reads each block
-    # once for several queries, the fused operator once per query.
+    # once for several queries, the fused operator once per query. Until then torch_npu runs only where it is asked for
+    # (BackendSpec.automatic): this is its place afterwards.
     ("ascend910b", ("triton_ascend", "torch_npu", FALLBACK)),
     ("*", (FALLBACK,)),
 )

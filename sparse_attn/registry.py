@@ -275,6 +275,9 @@ def select(problem: Problem, override: Override | None = None) -> Selection:
 
     skipped: dict[str, tuple[str, ...]] = {}
     for name in candidates(problem.device):
+        if not _specs[name].automatic:  # not even imported: nobody has asked for it
+            skipped[name] = (messages.not_automatic(name),)
+            continue
         reasons = reasons_against(name, problem)
         if not reasons:
             return Selection(name, _loaded(name), skipped, _warning(name, problem.device, skipped))
@@ -283,7 +286,7 @@ def select(problem: Problem, override: Override | None = None) -> Selection:
 
 
 def candidates(device: Device) -> tuple[str, ...]:
-    """Names of the backends that the automatic choice tries on ``device``, in order."""
+    """Names of the backends for ``device`` in order of preference, those that run only on request included."""
     row = next(names for pattern, names in PREFERENCE if fnmatchcase(device.arch, pattern))
     plugins = [
         name
@@ -304,7 +307,8 @@ def explanation(problem: Problem) -> messages.Explanation:
         chosen = select(problem, override).name
     except BackendUnavailableError:
         chosen = None
-    return messages.Explanation(chosen, how, problem.device, reasons)
+    on_request = frozenset(name for name in order if not _specs[name].automatic)
+    return messages.Explanation(chosen, how, problem.device, reasons, on_request)
 
 
 def last_backend() -> str | None:
@@ -336,7 +340,7 @@ def _warning(name: str, device: Device, skipped: dict[str, tuple[str, ...]]) -> 
     broken = {
         other: why
         for other, why in skipped.items()
-        if not _missing(_specs[other], device) and unavailable_on(other, device)
+        if _specs[other].automatic and not _missing(_specs[other], device) and unavailable_on(other, device)
     }
     return messages.broken_install(name, device, broken) if broken else None
 

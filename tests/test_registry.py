@@ -75,7 +75,7 @@ def everything_works(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
         (RTX4090, ["triton", "reference"]),
         (B200, ["triton", "reference"]),
         (MI300, ["reference"]),
-        (ASCEND, ["triton_ascend", "torch_npu", "reference"]),
+        (ASCEND, ["triton_ascend", "reference"]),  # torch_npu: only where it is asked for
         (ASCEND_310, ["reference"]),
         (CPU, ["reference"]),
         (Device("mps", "mps", "mps"), ["reference"]),
@@ -86,13 +86,44 @@ def test_order_on_each_device(device: Device, order: list[str], everything_works
     """The first of the row is chosen; when it refuses the inputs, the next, and so on to the reference."""
     for position, name in enumerate(order):
         assert registry.select(problem(device)).name == name
-        assert list(registry.select(problem(device)).skipped) == order[:position]
+        skipped = registry.select(problem(device)).skipped
+        assert [other for other in skipped if registry._specs[other].automatic] == order[:position]
         everything_works[name].reasons = (f"{name} does not want it",)
         registry.select.cache_clear()
     with pytest.raises(BackendUnavailableError, match=f"no backend can run this call on {device.name}") as error:
         registry.select(problem(device))
     for name in order:
         assert f"{name} does not want it" in str(error.value)
+
+
+def test_backend_on_request_is_left_out_of_the_automatic_choice(everything_works: dict[str, Fake]) -> None:
+    """What is chosen in its place says how to ask for it."""
+    everything_works["triton_ascend"].reasons = ("needs D <= 256, got D=512",)
+    selection = registry.select(problem(ASCEND))
+    assert selection.name == "reference"
+    hint = "is not chosen by itself: use_backend('torch_npu') or SPARSE_ATTN_BACKEND=torch_npu asks for it"
+    assert selection.skipped["torch_npu"] == (hint,)
+    assert f"torch_npu {hint}" in str(selection.warning)
+    assert registry.select(problem(ASCEND), registry.Override("torch_npu", "here")).name == "torch_npu"
+
+    said = str(registry.explanation(problem(ASCEND)))
+    assert f"torch_npu      can run it; {hint}\n" in said
+    everything_works["torch_npu"].reasons = ("needs fp16, got bf16",)
+    assert "torch_npu      needs fp16, got bf16\n" in str(registry.explanation(problem(ASCEND)))
+
+
+def test_backend_on_request_is_not_imported_unasked() -> None:
+    """A plugin made for the device that cannot even be imported: nobody hears of it until it is asked for."""
+    spec = BackendSpec("fabricated", "no_such_module:backend", ("cpu",), automatic=False)
+    sparse_attn.register_backend(spec)
+    try:
+        selection = registry.select(problem(CPU))
+        assert (selection.name, selection.warning) == ("reference", None)
+        assert list(selection.skipped) == ["fabricated"]
+        with pytest.raises(BackendUnavailableError, match="no module no_such_module"):
+            registry.select(problem(CPU), registry.Override("fabricated", "here"))
+    finally:
+        sparse_attn.unregister_backend("fabricated")
 
 
 def test_every_row_names_backends_that_exist() -> None:
@@ -443,6 +474,7 @@ def test_spec_checks_its_name(name: str) -> None:
         ("architectures", (90,), TypeError),
         ("requires", ("triton",), TypeError),
         ("requires", Requirement("triton"), TypeError),
+        ("automatic", "no", TypeError),
     ],
 )
 def test_spec_checks_its_fields(field: str, value: Any, error: type[Exception]) -> None:

@@ -42,5 +42,6 @@ BUILTIN: tuple[BackendSpec, ...] = (
         architectures=("ascend910b",),
         requires=(Requirement("torch_npu"),),
         install="pip install torch-npu, in the release that matches torch and CANN",
+        automatic=False,  # until a device has confirmed it
     ),
 )
