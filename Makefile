@@ -11,7 +11,7 @@ RUN := $(PYTHON)
 READY :=
 endif
 
-.PHONY: bench test lint clean
+.PHONY: bench test test-ascend lint clean
 
 bench: $(READY)
 	$(RUN) -m bench --size small
@@ -23,16 +23,41 @@ test: $(READY)
 	TRITON_INTERPRET=1 SPARSE_ATTN_TEST_REQUIRE=triton $(RUN) -m pytest -n auto --backend triton \
 	tests/test_backends.py tests/test_triton.py $(ARGS)
 
+# The Ascend 910B backends, without one: two environments of their own, and LLVM 19's tools. See docs/ascend.md.
+ASCEND := .venv-ascend
+NPU := .venv-npu
+test-ascend: $(ASCEND)/.ready $(NPU)/.ready
+	TRITON_INTERPRET=1 $(ASCEND)/bin/python -m pytest -n auto tests/ascend/test_interpreted.py $(ARGS)
+	SPARSE_ATTN_ASCENDNPU_IR=$(CURDIR)/$(ASCEND)/compilers $(ASCEND)/bin/python -m pytest -n auto \
+	tests/ascend/test_linalg.py tests/ascend/test_compiles.py tests/ascend/test_traffic.py $(ARGS)
+	LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/cann TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU)/bin/python -m pytest \
+	tests/ascend/test_torch_npu_schema.py $(ARGS)
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(ASCEND) $(NPU) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 $(VENV)/.ready: requirements-dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "needs Python 3.10 or newer, got " + sys.version.split()[0] + ": make PYTHON=python3.x ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+PIP := bin/python -m pip install --quiet --disable-pip-version-check
+$(ASCEND)/.ready: tests/ascend/requirements.txt
+	@test -x /usr/lib/llvm-19/bin/mlir-opt || { echo "needs LLVM 19: apt-get install mlir-19-tools libmlir-19 llvm-19 clang-19"; exit 1; }
+	$(PYTHON) -m venv $(ASCEND)
+	$(ASCEND)/$(PIP) -r tests/ascend/requirements.txt
+	for version in 1.2.0 1.1.0 1.0.0; do \
+	$(ASCEND)/$(PIP) --no-deps --target $(ASCEND)/compilers/$$version ascendnpu-ir==$$version || exit 1; done
+	@touch $@
+
+$(NPU)/.ready: tests/ascend/stub_cann.py
+	$(PYTHON) -m venv $(NPU)
+	$(NPU)/$(PIP) torch==2.13.0 torch-npu==2.13.0 'numpy<2.4' pyyaml pytest
+	$(NPU)/bin/python tests/ascend/stub_cann.py $(NPU)/cann
 	@touch $@

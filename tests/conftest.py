@@ -33,7 +33,8 @@ def _speed_up_interpreter() -> None:
         try:
             return launch(self, *args, **kwargs)
         finally:
-            scope.restore()
+            if scope is not None:  # Triton before 3.6 leaves the language as it is then
+                scope.restore()
 
     interpreter.GridExecutor.__call__ = patched_launch
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
