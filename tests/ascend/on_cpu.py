@@ -17,7 +17,8 @@ from .lowering import signature
 
 _LLVM = Path("/usr/lib/llvm-19")
 # From tensors to memory, from memory to loops, from loops to LLVM: in the order of triton-ascend's own way to a CPU,
-# with the names of LLVM 19, arithmetic on whole tensors made Linalg first, and what LLVM has no instruction for expanded.
+# with the names of LLVM 19, arithmetic on whole tensors made Linalg first, and what LLVM has no instruction for
+# expanded.
 _PASSES = (
     "--allow-unregistered-dialect",
     "--convert-elementwise-to-linalg", "--convert-linalg-to-affine-loops", "--eliminate-empty-tensors",

@@ -23,7 +23,7 @@ SOME = (
     "topk_beyond_64", "layout_bnhd", "packed_qkv", "last_dim_strided", "expanded", "int32_offsets_batch",
     "int32_offsets_head", "int32_offsets_row", "unseen_keys_hold_nan", "keys_behind_rows_that_see_nothing",
     "peaked", "large_scores", "scale_zero", "scale_negative",
-    *(f"group{g}" for g in (1, 2, 3, 5, 8, 12, 16, 32, 64)),
+    *(f"group{g}" for g in (1, 2, 3, 4, 5, 8, 12, 16, 32, 64)),
 )  # fmt: skip
 
 
