@@ -33,7 +33,11 @@ BUILTIN: tuple[BackendSpec, ...] = (
         name="triton_ascend",
         target="sparse_attn.backends.triton_ascend:backend",
         architectures=("ascend910b",),
-        requires=(Requirement("triton", minimum="3.2", distribution="triton-ascend"), Requirement("torch_npu")),
+        # Its part of triton, by which it is told from the package that it replaces.
+        requires=(
+            Requirement("triton.backends.ascend", minimum="3.2", distribution="triton-ascend"),
+            Requirement("torch_npu"),
+        ),
         install="pip install triton-ascend in an environment without the package triton, and the torch-npu for its torch",
     ),
     BackendSpec(

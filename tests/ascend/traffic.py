@@ -89,8 +89,7 @@ def table() -> str:
     ]
     for point in cases.POINTS:
         g, lanes = point.Hq // point.Hk, point.B * point.Hk
-        shape = (point.N, point.M, point.topk, point.block_size, 0)
-        tiles = tiles_for(g, point.N, point.M, point.D, point.D, *shape[2:], lanes)
+        tiles = tiles_for(g, point.N, point.M, point.D, point.D, point.block_size, lanes)
         blocks = [i // point.block_size + 1 for i in range(point.N)]
         pairs = lanes * sum(min(point.topk, n) for n in blocks)
         share = sum(min(point.topk, n) for n in blocks) / sum(blocks)

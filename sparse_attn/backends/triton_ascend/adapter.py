@@ -13,14 +13,14 @@ from torch import Tensor
 from ...contract import Problem
 from .attention import attention_kernel
 from .block_lists import MAX_SORTED, block_lists
-from .plan import MOST_CORES, Tiles, padded, tiles_for
+from .plan import MOST_CORES, MOST_HEADS, Tiles, padded, tiles_for
 
 MAX_FEATURES = 256
 MAX_BLOCK = 128
 # Positions and the offsets inside a tile are 32-bit numbers.
-_MAX_LENGTH = 2**31 - 2**16
 _MAX_OFFSET = 2**31
-_ROWS_OF_TILE = 64
+# Ids are sorted with their segment and place as one fp32 number.
+MAX_TOPK = 2**18
 
 
 class Launch(NamedTuple):
@@ -53,15 +53,19 @@ class TritonAscendBackend:
         for name in ("D", "Dv"):
             if getattr(problem, name) > MAX_FEATURES:
                 reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
-        block_size = min(problem.block_size, problem.M)
-        if block_size > MAX_BLOCK:
-            reasons.append(f"needs block_size <= {MAX_BLOCK}, got {block_size}")
+        if min(problem.block_size, problem.M) > MAX_BLOCK:
+            reasons.append(f"needs block_size or M <= {MAX_BLOCK}, got {problem.block_size} and M={problem.M}")
+        if problem.topk > MAX_TOPK:
+            reasons.append(f"needs topk <= {MAX_TOPK}, got {problem.topk}")
         if 4 * problem.num_blocks >= MAX_SORTED:
             reasons.append(f"needs fewer than 2**22 key blocks, got {problem.num_blocks}")
-        if max(problem.N, problem.M + block_size) > _MAX_LENGTH:
-            reasons.append(f"needs N and M of at most 2**31 - 2**16, got N={problem.N} and M={problem.M}")
-        if problem.N * problem.Dv * min(padded(problem.group), 32) >= _MAX_OFFSET:
-            reasons.append(f"needs N * Dv * min(Hq / Hk, 32) < 2**31, got N={problem.N} and Dv={problem.Dv}")
+        # A tile of q or of the result spans so many heads of N rows; nor may a list of blocks be longer.
+        heads, width = min(padded(problem.group), MOST_HEADS), max(problem.D, problem.Dv)
+        if problem.N * width * heads >= _MAX_OFFSET:
+            reasons.append(
+                f"needs N * max(D, Dv) < 2**31 / {heads} with {problem.group} heads in a group, got N={problem.N}, "
+                f"D={problem.D} and Dv={problem.Dv}"
+            )
         return reasons
 
     def __call__(
@@ -99,9 +103,10 @@ def prepare(
     g, topk = Hq // Hk, index.shape[3]
     block_size = min(block_size, M)
     q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
-    q, k, v = (_readable(x) for x in (q, k, v))
     if tiles is None:
-        tiles = tiles_for(g, N, M, D, Dv, topk, block_size, q_offset, B * Hk)
+        tiles = tiles_for(g, N, M, D, Dv, block_size, B * Hk)
+    q = _readable(q, {1: tiles.heads, 2: tiles.T})
+    k, v = (_readable(x, {2: tiles.BN}) for x in (k, v))
     lists = block_lists(index, M, block_size, q_offset, tiles.T, mask_all=block_size % tiles.BN != 0)
     out = torch.empty((B, Hq, N, Dv), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, Hq, N), dtype=torch.float32, device=q.device) if return_lse else None
@@ -109,7 +114,7 @@ def prepare(
     tasks = B * Hk * chunks * n_tiles
     args = (
         q, k, v, out, out if lse is None else lse, lists.blocks, lists.masks, lists.fields, sm_scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], block_size,
+        *_strides(q), *_strides(k), *_strides(v), block_size,
         Hk, g, N, M, q_offset, tiles.T * topk, n_tiles, tasks,
     )  # fmt: skip
     constants = {
@@ -119,9 +124,15 @@ def prepare(
     return out, lse, Launch(attention_kernel, min(tasks, MOST_CORES), args, constants)
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Features side by side, and no tile that reaches 2**31 elements far: else a copy."""
-    return x if x.stride(3) == 1 and max(x.stride()[1:3]) * _ROWS_OF_TILE < _MAX_OFFSET else x.contiguous()
+def _readable(x: Tensor, tile: dict[int, int]) -> Tensor:
+    """Features side by side, and a tile, so long along these axes, within 2**31 elements along each: else a copy."""
+    within = all(_strides(x)[axis] * length < _MAX_OFFSET for axis, length in tile.items())
+    return x if x.stride(3) == 1 and within else x.contiguous()
+
+
+def _strides(x: Tensor) -> list[int]:
+    """The first three; 0 where there is nothing to step over, whatever the tensor says."""
+    return [stride if length > 1 else 0 for length, stride in zip(x.shape[:3], x.stride(), strict=False)]
 
 
 @cache

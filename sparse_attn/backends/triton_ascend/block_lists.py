@@ -82,7 +82,7 @@ def block_lists(index: Tensor, M: int, block_size: int, q_offset: int, T: int, m
         segment = torch.where(masks == 3, 0, masks)
     masked = torch.ones_like(there) if mask_all else blocks >= edge[:, None]
     segment = torch.where(there, torch.where(masked, 3, segment), 4)
-    # The order of ids is kept within a segment; a number for a segment and a place is exact in fp32, too.
+    # The order of ids is kept within a segment. A number for a segment and a place is exact in fp32, too: topk is limited.
     order = (segment * capacity + torch.arange(capacity, dtype=torch.int32, device=device)).float().argsort(-1)
     ends_of = torch.stack([(segment <= s).sum(-1, dtype=torch.int32) for s in range(4)], -1)
     return BlockLists(

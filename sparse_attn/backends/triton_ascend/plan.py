@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Rows of one product: a fractal of the cube has 16, and 32 are what the compilers' plans for the vector cores' buffer hold.
-_LEAST_HEADS, _MOST_HEADS = 16, 32
+_LEAST_HEADS, MOST_HEADS = 16, 32
 # Rows of all queries of a tile, by padded width: each has its own scores and sums in that buffer.
 _MOST_ROWS = {128: 64, 256: 32}
+# Queries of a tile, where they fit. Four share more, but take every block of their union, and the newest compiler overlaps
+# cube and vector cores over several blocks only for fewer: the first thing to compare on a device.
+QUERIES = 2
+# Cube cores of the largest 910B: below that many tiles, cores idle.
+MOST_CORES = 24
 
 
 class Tiles(NamedTuple):
@@ -24,35 +29,17 @@ class Tiles(NamedTuple):
     BN: int
 
 
-def tiles_for(g: int, N: int, M: int, D: int, Dv: int, topk: int, block_size: int, q_offset: int, lanes: int) -> Tiles:
+def tiles_for(g: int, N: int, M: int, D: int, Dv: int, block_size: int, lanes: int) -> Tiles:
     """Choose tiles.
 
     Args:
         lanes: tasks for each query, ``B * Hk``; with few of them, queries are not worth sharing a tile.
     """
     width = max(padded(D), padded(Dv))
-    heads = min(padded(g), _MOST_HEADS)
+    heads = min(padded(g), MOST_HEADS)
     BN = min(64 if width <= 128 else 32, padded(min(block_size, M)))
-    T = min(4, _MOST_ROWS[max(width, 128)] // heads)
-    if T == 4 and selected_share(N, M, topk, block_size, q_offset) < SHARE_OF_FOUR:
-        T = 2
-    while T > 1 and N * lanes < T * MOST_CORES:
-        T //= 2
-    return Tiles(heads, T, BN)
-
-
-# Cube cores of the largest 910B: below that many tiles, cores idle.
-MOST_CORES = 24
-# From this share of blocks selected on, four queries that take every block of their union move fewer bytes than two that
-# leave out what they did not select. By the model of docs/ascend.md, both move 48 KiB for a query and block at 0.75.
-SHARE_OF_FOUR = 0.75
-
-
-def selected_share(N: int, M: int, topk: int, block_size: int, q_offset: int) -> float:
-    """Share of the blocks in reach of the middle query that it selects, if it selects as many as it may."""
-    middle = q_offset + N // 2
-    reach = min(max(middle, 0), max(M - 1, 0)) // block_size + 1
-    return min(1.0, topk / reach)
+    T = min(QUERIES, _MOST_ROWS[max(width, 128)] // heads)
+    return Tiles(heads, T if N * lanes >= T * MOST_CORES else 1, BN)
 
 
 def padded(n: int) -> int:
