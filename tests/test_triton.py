@@ -325,7 +325,7 @@ def test_main_kernels_compile_without_spills(gpu: Gpu, name: str, D: int, dtype:
         kernel = launch.kernel.__name__
         if kernel == "build_block_lists":
             continue
-        # ptxas for sm_86 and sm_89 reads up to three words of the union kernel for D = 128 from local memory in each step.
+        # In each step of the union kernel for D = 128, ptxas for sm_86 and sm_89 reads up to three words from memory.
         other = gpu.capability in (86, 89)
         assert compiled.stack <= 16, f"{kernel}: {compiled.stack} bytes of stack"
         assert compiled.spills_in_loops <= (3 if other else 0), f"{kernel}: {compiled.spills_in_loops} spills in loops"
