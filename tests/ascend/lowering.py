@@ -1,4 +1,4 @@
-"""What triton-ascend makes of a launch before its closed compilers: Linalg on tensors, as text."""
+"""What triton-ascend makes of a launch before the 910B's compiler gets it: Linalg on tensors, as text."""
 
 from __future__ import annotations
 

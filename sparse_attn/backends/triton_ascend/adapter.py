@@ -17,7 +17,7 @@ from .plan import MOST_CORES, MOST_HEADS, Tiles, padded, tiles_for
 
 MAX_FEATURES = 256
 MAX_BLOCK = 128
-# Positions and the offsets inside a tile are 32-bit numbers.
+# Offsets inside a tile are 32-bit numbers.
 _MAX_OFFSET = 2**31
 # Ids are sorted with their segment and place as one fp32 number.
 MAX_TOPK = 2**18
@@ -59,7 +59,7 @@ class TritonAscendBackend:
             reasons.append(f"needs topk <= {MAX_TOPK}, got {problem.topk}")
         if 4 * problem.num_blocks >= MAX_SORTED:
             reasons.append(f"needs fewer than 2**22 key blocks, got {problem.num_blocks}")
-        # A tile of q or of the result spans so many heads of N rows; nor may a list of blocks be longer.
+        # So many heads of N rows are what a tile of q, copied if need be, or of the result spans.
         heads, width = min(padded(problem.group), MOST_HEADS), max(problem.D, problem.Dv)
         if problem.N * width * heads >= _MAX_OFFSET:
             reasons.append(
