@@ -1,0 +1,9 @@
+"""The TileLang backend for Hopper GPUs (sm_90a).
+
+``adapter`` says what it can run, and runs it; ``plan`` chooses tiles by shape; ``compiled`` has kernels compiled and keeps
+them. Of the kernels, ``block_lists`` turns index into lists for tiles of queries, and ``union`` walks them.
+"""
+
+from .adapter import backend
+
+__all__ = ["backend"]

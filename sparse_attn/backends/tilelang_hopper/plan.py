@@ -1,0 +1,76 @@
+"""Which tiles run a problem, from tables; nothing here touches a device or TileLang."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+# Shared memory of one block on Hopper, without what barriers need.
+SHARED_BYTES = 227 * 1024 - 1024
+# Rows that one warpgroup multiplies: queries times heads.
+_ROWS = 64
+# Queries of a tile: each has a bit in a 32-bit mask.
+_MAX_QUERIES = 32
+
+
+class Tiles(NamedTuple):
+    """What a kernel is compiled for, beside the dtype.
+
+    Attributes:
+        heads: of one tile: a power of two from 4 to 64; those beyond the group's are computed and not stored.
+        queries: of one tile, for all warpgroups together, at most 32.
+        BN: keys of a step.
+        box: keys that lie together, in one block: a power of two from 8 to BN.
+        D, Dv: features of q and k, and of v, multiples of 8.
+        warpgroups: that multiply, 1 or 2.
+        k_stages, v_stages: steps that are loaded ahead, powers of two; with two warpgroups v needs 4 or more, since a
+            warpgroup keeps a stage of v while it leaves out a step.
+    """
+
+    heads: int
+    queries: int
+    BN: int
+    box: int
+    D: int
+    Dv: int
+    warpgroups: int
+    k_stages: int
+    v_stages: int
+
+    @property
+    def D_padded(self) -> int:
+        """Features of q and k in shared memory."""
+        return -(-self.D // 64) * 64
+
+    @property
+    def Dv_padded(self) -> int:
+        """Features of v in shared memory."""
+        return -(-self.Dv // 64) * 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles."""
+        q = self.warpgroups * _ROWS * self.D_padded
+        return 2 * (q + self.BN * (self.k_stages * self.D_padded + self.v_stages * self.Dv_padded))
+
+
+@lru_cache(maxsize=4096)
+def plan(g: int, D: int, Dv: int, block_size: int) -> Tiles:
+    """Choose tiles.
+
+    Args:
+        g: query heads of a group.
+        D, Dv: multiples of 8, at most 256.
+        block_size: a multiple of 8.
+    """
+    wide = max(D, Dv) > 128  # sums of 64 x 256 take half of the registers: one warpgroup, half the keys
+    heads = min(64, max(4, 1 << (g - 1).bit_length()))
+    warpgroups = 1 if wide else 2
+    box = min(128, block_size & -block_size)
+    BN = 64 if wide or box < 32 else 128  # many boxes in a step take registers, too
+    box = min(BN, box)
+    for k_stages, v_stages in ((4, 8), (2, 4)):
+        tiles = Tiles(heads, warpgroups * _ROWS // heads, BN, box, D, Dv, warpgroups, k_stages, v_stages)
+        if tiles.shared_bytes <= SHARED_BYTES:
+            return tiles
+    raise AssertionError(f"no tiles fit: {tiles}")

@@ -1,0 +1,203 @@
+"""The TileLang backend: its lists against sets in Python, its plans, and every kind of kernel lowered and compiled.
+
+Lists run on a Hopper GPU. Lowering needs none; compiling needs nvcc. All cases go through the backend in test_backends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed  # noqa: E402
+from sparse_attn.backends.tilelang_hopper.block_lists import block_lists_kernel  # noqa: E402
+from sparse_attn.backends.tilelang_hopper.plan import SHARED_BYTES, Tiles, plan  # noqa: E402
+from sparse_attn.backends.tilelang_hopper.union import union_kernel  # noqa: E402
+from sparse_attn.contract import Device, Problem  # noqa: E402
+
+from .hopper import NVCC, compile_source, lower, shared_bytes  # noqa: E402
+
+H200 = Device("cuda", "sm90", "NVIDIA H200")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+# One of each kind that the code tells apart: rows of a tile by query and by head, one and two warpgroups, boxes of all sizes.
+VARIANTS = {
+    "contest": plan(16, 128, 128, 64),
+    "contest_small": plan(16, 64, 64, 32),
+    "group1": plan(1, 128, 128, 64),
+    "group64_block128": plan(64, 128, 128, 128),
+    "block16": plan(16, 128, 128, 16),
+    "d256": plan(8, 256, 256, 64),
+    "d192_dv128_block8": plan(16, 192, 128, 8),
+}
+
+
+# --- lowered and compiled without a GPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_union_kernels_compile(name: str, dtype: str) -> None:
+    if dtype == "bfloat16" and name not in ("contest", "d256"):
+        pytest.skip("bf16 differs in the types of operands only: two kernels of it are enough")
+    tiles = VARIANTS[name]
+    source = lower(union_kernel(tiles, dtype))
+    assert "wgmma" in source
+    assert "tma_load" in source
+    assert shared_bytes(source) <= tiles.shared_bytes <= SHARED_BYTES
+    # Barriers that the compiler takes for itself must not be those that the kernel names.
+    taken = {int(n) for n in re.findall(r"__sync_thread_partial\((\d+),", source)}
+    assert all(n < 8 or n in (10, 11) for n in taken)
+    if NVCC is None:
+        pytest.skip("lowered; needs nvcc to be compiled")
+    compiled = compile_source(source)
+    assert compiled.spills == 0
+    assert compiled.warnings == []
+    # Of 65536 registers, what all threads are started with, and what they have after they are shared out anew.
+    assert compiled.registers * 128 * (tiles.warpgroups + 1) <= 65536
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("name", ["contest", "group1", "d192_dv128_block8"])
+def test_list_kernels_compile(name: str, index_dtype: str) -> None:
+    source = lower(block_lists_kernel(VARIANTS[name], index_dtype))
+    if NVCC is None:
+        pytest.skip("lowered; needs nvcc to be compiled")
+    assert compile_source(source).spills == 0
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+def test_spills_can_be_seen() -> None:
+    """The check above can fail: sums of 256 features beside 128 keys are more than a thread of two warpgroups has."""
+    tiles = Tiles(16, 8, 128, 64, 64, 256, 2, 2, 4)
+    assert compile_source(lower(union_kernel(tiles, "float16"))).spills > 0
+
+
+# --- plans and arguments ----------------------------------------------------------------------------------------------
+
+
+def test_tiles_fit() -> None:
+    for g, D, Dv, block_size in itertools.product(
+        (1, 2, 3, 5, 8, 12, 16, 33, 64, 100), range(8, 257, 8), (8, 64, 128, 136, 256), (8, 16, 48, 64, 96, 128, 256)
+    ):
+        tiles = plan(g, D, Dv, block_size)
+        assert tiles.shared_bytes <= SHARED_BYTES
+        assert tiles.queries <= 32
+        assert tiles.queries * tiles.heads == 64 * tiles.warpgroups
+        assert tiles.heads >= min(g, 64)
+        assert block_size % tiles.box == 0
+        assert tiles.BN % tiles.box == 0
+        # A warpgroup keeps a stage of v over a step that it leaves out: with fewer, it would wait for itself.
+        assert tiles.v_stages >= 4 or tiles.warpgroups == 1
+
+
+def test_what_is_not_supported() -> None:
+    problem = Problem(H200, torch.float16, torch.int32, 1, 64, 4, 128, 128, 64, 64, 4, 64)
+    unsupported = TileLangBackend().unsupported
+    assert list(unsupported(problem)) == []
+    assert list(unsupported(problem._replace(block_size=1, D=100, Hq=400))) == []
+    (reason,) = unsupported(problem._replace(dtype=torch.float32))
+    assert reason == "needs fp16 or bf16, got float32"
+    (reason,) = unsupported(problem._replace(D=320))
+    assert reason == "needs D <= 256, got D=320"
+    (reason,) = unsupported(problem._replace(B=70000))
+    assert reason == "needs B and Hk <= 65535, got B=70000, Hk=4"
+
+
+def test_tensors_for_tma() -> None:
+    x = torch.randn(2, 3, 5, 64, dtype=torch.float16)
+    assert for_tma(x).data_ptr() == x.data_ptr()
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert for_tma(transposed).data_ptr() == transposed.data_ptr()
+    for odd in (x[..., 1:], x[..., :60], x.transpose(2, 3), x.expand(2, 3, 5, 64)[:1].expand(4, 3, 5, 64)):
+        ready = for_tma(odd)
+        assert torch.equal(ready[..., : odd.shape[3]], odd)
+        assert ready.shape[3] % 8 == 0
+        assert not ready[..., odd.shape[3] :].any()
+        assert ready.data_ptr() % 16 == 0
+        assert ready.stride(3) == 1
+        assert all(s % 8 == 0 for s in ready.stride()[:3])
+    lonely = torch.randn(1, 1, 5, 64, dtype=torch.float16).as_strided((1, 1, 5, 64), (7, 3, 64, 1))
+    assert for_tma(lonely).stride() == (64, 64, 64, 1)
+    assert for_tma(lonely).data_ptr() == lonely.data_ptr()
+    assert not for_tma(x.clone().requires_grad_()).requires_grad
+
+
+def test_packed_blocks() -> None:
+    x = torch.arange(1.0, 8).view(1, 1, 7, 1)
+    assert packed(x, 4, 4) is x
+    assert packed(x, 3, 4).flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 0, 7, 0, 0, 0]
+
+
+# --- block lists ------------------------------------------------------------------------------------------------------
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("N", "M", "block_size", "topk", "g", "q_offset"),
+    [(100, 100, 16, 5, 16, 0), (70, 90, 64, 3, 4, 30), (20, 300, 24, 9, 1, 290), (40, 64, 64, 3, 16, -10),
+     (9, 20000, 8, 12, 16, 19000), (300, 4096, 64, 20, 16, 3796), (64, 700, 256, 2, 64, 636)],
+)  # fmt: skip
+@pytest.mark.parametrize("D", [64, 256])
+def test_block_lists(
+    N: int, M: int, block_size: int, topk: int, g: int, q_offset: int, D: int, device: torch.device
+) -> None:
+    """Against sets and dictionaries in Python: what each list holds, and in which steps."""
+    from sparse_attn.backends.tilelang_hopper import compiled
+
+    generator = torch.Generator().manual_seed(0)
+    num_blocks = -(-M // block_size)
+    index = torch.randint(-2, num_blocks + 3, (2, 2, N, topk), generator=generator, dtype=torch.int32)
+    tiles = plan(g, D, D, block_size)
+    T, P, BX, per_block = tiles.queries, tiles.BN // tiles.box, tiles.box, block_size // tiles.box
+    count = -(-N // T)
+    capacity = min(num_blocks * per_block, T * topk * per_block) + 2 * P
+    boxes, masks = (torch.full((4 * count, capacity), -7, dtype=torch.int32, device=device) for _ in range(2))
+    counts = torch.full((4 * count, 4), -7, dtype=torch.int32, device=device)
+    compiled.block_lists(tiles, "int32")(
+        index.to(device), boxes, masks, counts, M, block_size, per_block, q_offset, count
+    )
+    boxes, masks, counts = (x.cpu().tolist() for x in (boxes, masks, counts))
+    half = T // tiles.warpgroups
+    low = (1 << half) - 1
+    for row, (b, h, tile) in enumerate(itertools.product(range(2), range(2), range(count))):
+        expected: dict[int, int] = {}
+        for i in range(tile * T, min(N, tile * T + T)):
+            for block in set(index[b, h, i].tolist()):
+                for box in range(block * per_block, (block + 1) * per_block):
+                    if 0 <= block < num_blocks and box * BX <= i + q_offset:
+                        expected[box] = expected.get(box, 0) | 1 << i - tile * T
+        masked, both, first, second = counts[row]
+        got = {}
+        steps = []
+        for step in range(masked + both + first + second):
+            entries = [(boxes[row][step * P + x], masks[row][step * P + x] & 0xFFFFFFFF) for x in range(P)]
+            steps.append(entries)
+            for box, mask in entries:
+                if mask:
+                    assert box not in got
+                    got[box] = mask
+        assert got == expected
+        assert bool(masked) == bool(expected)
+        kinds = []
+        for entries in steps[masked:]:
+            assert all(mask for _, mask in entries)
+            for box, _ in entries:
+                assert (box + 1) * BX - 1 <= tile * T + q_offset
+                assert (box + 1) * BX <= M
+            needs = {(bool(mask & low), bool(mask >> half)) for _, mask in entries}
+            assert len(needs) == 1
+            kinds.append(needs.pop() if tiles.warpgroups == 2 else (True, True))
+        assert (kinds.count((True, True)), kinds.count((True, False)), kinds.count((False, True))) == (both, first, second)
+        # Until one of the warpgroups has no more of its own, it leaves out at most one step in a row.
+        for own, more in ((0, second - first), (1, first - second)):
+            gaps = "".join("x" if kind[own] else "." for kind in kinds[: len(kinds) - max(0, more)])
+            assert ".." not in gaps
+        # What is padded is a box that nobody selected.
+        assert sum(not mask for entries in steps for _, mask in entries) < P
