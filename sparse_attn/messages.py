@@ -6,6 +6,7 @@ A reason says what is needed, then what was got, then what to do where something
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .contract import BackendSpec, Device, Requirement
@@ -105,7 +106,7 @@ class Explanation(NamedTuple):
 
     ``chosen`` is None when a forced backend cannot run the call. ``reasons`` has every known backend in the order in
     which it would be tried, with its reasons against: an empty tuple means that it could run the call. ``on_request``
-    names those that run only where they are asked for.
+    names those that run only where they are asked for; ``slow`` has why some leave it to another.
     """
 
     chosen: str | None
@@ -113,12 +114,13 @@ class Explanation(NamedTuple):
     device: Device
     reasons: dict[str, tuple[str, ...]]
     on_request: frozenset[str] = frozenset()
+    slow: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def says(self, name: str) -> str:
         """What speaks against the backend ``name``; empty if nothing does."""
         if name in self.on_request and name != self.chosen and not self.reasons[name]:
             return not_automatic(name)
-        return "; ".join(self.reasons[name])
+        return "; ".join(self.reasons[name] or self.slow.get(name, ()))
 
     def __str__(self) -> str:
         head = f"{self.chosen or 'nothing'} would run this call on {self.device} ({self.how})"

@@ -142,6 +142,12 @@ def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
     return reasons
 
 
+def reluctance(name: str, problem: Problem) -> tuple[str, ...]:
+    """Say why the backend ``name``, which can run ``problem``, leaves it to another one made for the device; or ()."""
+    ask = getattr(_loaded(name), "slow_for", None)
+    return tuple(ask(problem)) if ask is not None else ()
+
+
 def unavailable_on(name: str, device: Device) -> str | None:
     """Say why the backend ``name`` can run nothing on ``device``: architecture, then packages, then import; or None."""
     spec = _specs[name]
@@ -274,13 +280,20 @@ def select(problem: Problem, override: Override | None = None) -> Selection:
         return Selection(override.name, _loaded(override.name), {}, None)
 
     skipped: dict[str, tuple[str, ...]] = {}
+    reluctant: str | None = None
     for name in candidates(problem.device):
+        if name == FALLBACK and reluctant is not None:  # slow, but made for the device
+            del skipped[reluctant]
+            return Selection(reluctant, _loaded(reluctant), skipped, _warning(reluctant, problem.device, skipped))
         if not _specs[name].automatic:  # not even imported: nobody has asked for it
             skipped[name] = (messages.not_automatic(name),)
             continue
         reasons = reasons_against(name, problem)
         if not reasons:
-            return Selection(name, _loaded(name), skipped, _warning(name, problem.device, skipped))
+            reasons = reluctance(name, problem)
+            if not reasons:
+                return Selection(name, _loaded(name), skipped, _warning(name, problem.device, skipped))
+            reluctant = reluctant or name
         skipped[name] = reasons
     raise BackendUnavailableError(messages.none_available(problem.device, skipped))
 
@@ -308,7 +321,8 @@ def explanation(problem: Problem) -> messages.Explanation:
     except BackendUnavailableError:
         chosen = None
     on_request = frozenset(name for name in order if not _specs[name].automatic)
-    return messages.Explanation(chosen, how, problem.device, reasons, on_request)
+    slow = {name: reluctance(name, problem) for name in order if not reasons[name]}
+    return messages.Explanation(chosen, how, problem.device, reasons, on_request, slow)
 
 
 def last_backend() -> str | None:

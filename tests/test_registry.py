@@ -112,6 +112,25 @@ def test_backend_on_request_is_left_out_of_the_automatic_choice(everything_works
     assert "torch_npu      needs fp16, got bf16\n" in str(registry.explanation(problem(ASCEND)))
 
 
+def test_backend_that_is_slow_leaves_a_problem_to_another(everything_works: dict[str, Fake]) -> None:
+    """To another made for the device, and not to the fallback; asked for by name, it runs."""
+    everything_works["tilelang"].slow_for = lambda p: ["is slow for few queries"] if p.N == 1 else []
+    few = problem(H20)._replace(N=1)
+    assert registry.select(problem(H20)).name == "tilelang"
+    assert registry.select(few).name == "triton"
+    assert registry.select(few).skipped == {"tilelang": ("is slow for few queries",)}
+    assert registry.select(few, registry.Override("tilelang", "here")).name == "tilelang"
+    said = str(registry.explanation(few))
+    assert "triton would run this call" in said
+    assert "tilelang       can run it; is slow for few queries\n" in said
+
+    everything_works["triton"].reasons = ("needs topk < 8, got topk=32",)
+    registry.select.cache_clear()
+    selection = registry.select(few)
+    assert (selection.name, selection.warning) == ("tilelang", None)
+    assert list(selection.skipped) == ["triton"]
+
+
 def test_backend_on_request_is_not_imported_unasked() -> None:
     """A plugin made for the device that cannot even be imported: nobody hears of it until it is asked for."""
     spec = BackendSpec("fabricated", "no_such_module:backend", ("cpu",), automatic=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...contract import Problem
 from . import compiled
-from .plan import plan
+from .plan import few_or_sparse, plan
 
 MAX_FEATURES = 256
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -45,6 +45,12 @@ class TileLangBackend:
         rows = problem.B * problem.Hq * problem.N
         if rows >= 2**31:
             reasons.append(f"needs B * Hq * N < 2**31, got {rows}")
+        return reasons
+
+    def slow_for(self, problem: Problem) -> Sequence[str]:
+        reasons = list(few_or_sparse(problem))
+        if problem.dtype == torch.bfloat16:
+            reasons.append("has run in fp16 only: its bf16 kernels were compiled")
         return reasons
 
     def __call__(

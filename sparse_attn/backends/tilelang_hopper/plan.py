@@ -5,12 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...contract import Problem
+
 # Shared memory of one block on Hopper, without what barriers need.
 SHARED_BYTES = 227 * 1024 - 1024
 # Rows that one warpgroup multiplies: queries times heads.
 _ROWS = 64
-# Queries of a tile: each has a bit in a 32-bit mask.
-_MAX_QUERIES = 32
+# Below so many tiles, a kernel that splits the blocks of one query keeps more of the GPU busy.
+_FEW_TILES = 64
+# Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic.
+_LITTLE_SHARING = 2.0
 
 
 class Tiles(NamedTuple):
@@ -64,7 +68,7 @@ def plan(g: int, D: int, Dv: int, block_size: int) -> Tiles:
         block_size: a multiple of 8.
     """
     wide = max(D, Dv) > 128  # sums of 64 x 256 take half of the registers: one warpgroup, half the keys
-    heads = min(64, max(4, 1 << (g - 1).bit_length()))
+    heads = heads_of_tile(g)
     warpgroups = 1 if wide else 2
     box = min(128, block_size & -block_size)
     BN = 64 if wide or box < 32 else 128  # many boxes in a step take registers, too
@@ -74,3 +78,28 @@ def plan(g: int, D: int, Dv: int, block_size: int) -> Tiles:
         if tiles.shared_bytes <= SHARED_BYTES:
             return tiles
     raise AssertionError(f"no tiles fit: {tiles}")
+
+
+def heads_of_tile(g: int) -> int:
+    """Heads of a group of g that are rows of one tile."""
+    return min(_ROWS, max(4, 1 << (g - 1).bit_length()))
+
+
+def few_or_sparse(problem: Problem) -> list[str]:
+    """Why another kernel than a union of many queries should run ``problem``: by argument, see docs/performance.md."""
+    heads = heads_of_tile(problem.group)
+    T = 2 * _ROWS // heads
+    reasons = []
+    tiles = problem.B * problem.Hk * -(-problem.group // heads) * -(-problem.N // T)
+    if tiles < _FEW_TILES:
+        reasons.append(f"is slow for few queries: {_FEW_TILES} tiles of {T} fill a GPU, got {tiles}")
+    # The middle query, if as many blocks are in its reach as there are and it selects as many as it may.
+    reach = problem.num_blocks if problem.has_q_offset else max(1, min(problem.N // 2, problem.M) // problem.block_size)
+    share = min(1.0, problem.topk / reach)
+    sharing = T * share / (1 - (1 - share) ** T) if share > 0 else 1.0
+    if sharing < _LITTLE_SHARING:
+        reasons.append(
+            f"is slow where neighbours share few blocks: a block is taken by {sharing:.1f} of {T} queries if each chooses "
+            f"{problem.topk} of {reach} by itself"
+        )
+    return reasons
