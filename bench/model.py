@@ -1,17 +1,17 @@
 """A paper model of kernels on Hopper GPUs: ``python -m bench.model`` predicts times from what an algorithm has to do.
 
-Nothing is run. Work is counted from the index of a point, for one head and one batch entry: for a random index all have
-the same, and for a local one they are drawn in the same way. Kernels, each for 16 heads of a group:
+Nothing is run. Work is counted in the index of a point, for one head of one batch entry: with a random index all have
+the same, with a local one they are drawn in the same way. Kernels, for groups of 16 heads:
 
-* ``union``: ``backends/tilelang_hopper``. A warpgroup multiplies, with wgmma, what any of its 4 queries selected; two of
-  them share what is loaded. Blocks are counted, not steps of 128 keys: the boxes that fill up a step are left out.
-* ``exact``: a warp for each of 8 queries of a tile, mma.sync, only the blocks that the query selected, read from shared
-  memory by each warp. K and V are staged once for the tile; q stays in registers.
-* ``gather``: one query at a time, mma.sync, K and V of its blocks through L2 for it alone.
-* ``dense``: all causal keys, wgmma, 128 rows of one head a tile. Another function: the yardstick.
+* ``union``: ``backends/tilelang_hopper``. A warpgroup multiplies, by wgmma, the blocks that any of its 4 queries
+  selected; two share what is loaded. What fills up the last step of 128 keys is not counted.
+* ``exact``: a warp for each of a tile's 8 queries multiplies, by mma.sync, the blocks that its query selected. K and V
+  are staged once for the tile, and read from shared memory by each of these warps; q stays in registers.
+* ``gather``: one query at a time, by mma.sync, and K and V of its blocks loaded for it alone.
+* ``dense``: all causal keys, by wgmma, tiles of 128 rows of one head. Another function: the yardstick.
 
-Each unit has a rate; the slowest one sets the time. Shared memory is written by loads and read by products: both count.
-Points of some microseconds are launching and a few tiles, of which this says nothing.
+The slowest unit sets the time. Shared memory is written by loads and read by products; both count. Small points are
+launching and a few tiles, of which this says nothing: there are no fixed costs here, and no SM is ever idle.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ STEP = 128  # keys for which wgmma reads the queries from shared memory once
 _BYTES = 2  # fp16
 
 # Per clock and SM (Hopper): dense fp16 FLOP of wgmma (989 TFLOP/s for 132 SMs at 1.83 GHz), bytes of shared memory, and
-# exponentials. mma.sync reaches 62 % of wgmma in published microbenchmarks of an H100 (arXiv 2402.13499, 2501.12084).
+# exponentials. mma.sync reaches 62 % of wgmma in published microbenchmarks of an H100 (arXiv 2402.13499).
 WGMMA, SHARED, EXP = 4096, 128, 16
 MMA_SHARE = 0.62
 
-# The one assumption that is fitted: while a kernel runs, the unit that bounds it works in this share of all clocks. It is
-# measured for the union kernel's products on an H200; with it, shared memory at 1.98 GHz gives the times of `exact`.
-# The rest are waits and arithmetic that nothing hides. Their clocks are taken to be the same where products are slower:
-# on an H20, where a product takes 4 times the clocks, 0.87 of all are products. Dense kernels were measured there at 0.73
-# (2048 keys, causal) to 0.95 (16384) of 148 TFLOP/s: github.com/Dao-AILab/flash-attention/issues/1310.
-# Rates of L2 and device memory are those that kernels did reach: nothing is taken off.
+# The assumption that is fitted: the unit of an SM that bounds a kernel works in this share of its clocks. So much was
+# measured for the union kernel's products on an H200; for shared memory it gives the measured times of `exact`.
+# The other clocks are waits that nothing hides. There are taken to be as many of them where products are slower: with
+# the H20's, which take 4 times the clocks, 0.87 are products. Dense causal kernels were measured there at 0.73 (2048
+# keys) to 0.91 (16384) of 148 TFLOP/s: github.com/Dao-AILab/flash-attention/issues/1310. The rates of L2 and memory
+# are those that kernels did reach: nothing is taken off.
 EFFICIENCY = 0.63
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates. ``wgmma`` and ``mma`` in FLOP per clock and SM; ``mma`` has both ends where it is not known.
+    """``wgmma`` and ``mma`` in FLOP per clock and SM, the latter with both ends if unknown; the rest in Hz and bytes/s.
 
-    Clocks in Hz: ``product_clock`` is what the power limit leaves of ``clock`` while tensor cores are busy. ``l2`` and
-    ``memory`` in bytes a second.
+    ``product_clock`` is what the power limit leaves of ``clock`` while tensor cores are busy.
     """
 
     sms: int
@@ -68,22 +67,22 @@ class Gpu:
     memory: float
 
 
-# 1.59 GHz: 540 TFLOP/s of the union kernel are then 0.63 of the peak, and a matrix product of 8192^3, measured at 640 to
-# 770 TFLOP/s, is 0.74 to 0.90 of it. L2: what the gather kernel reads. Memory: a copy.
+# 1.59 GHz: what makes the union kernel's 540 TFLOP/s 0.63 of the peak; a matrix product of 8192^3, measured at 640 to
+# 770 TFLOP/s, is 0.74 to 0.90 of it then. L2: read by the gather kernel. Memory: a copy.
 H200 = Gpu(132, 1.98e9, 1.59e9, WGMMA, (MMA_SHARE * WGMMA,), 10.8e12, 4.24e12)
-# 148 TFLOP/s and 4.0 TB/s are published; 1.83 GHz, and that power does not limit it, are assumed. Whether mma.sync is slower
-# than wgmma there, too, is not known: it is as fast where only the tensor cores' peak was lowered. FlashAttention-2, which
-# is mma.sync, got 84 TFLOP/s (the issue above): nearer to 0.62 x 148. The L2's rate is not published: scaled from the H200's by SMs
-# and clock. Of the memory's peak, as much as a copy gets on an H200 (4.24 of 4.8 TB/s).
+# 148 TFLOP/s and 4.0 TB/s are published; assumed are 1.83 GHz, and that power does not limit it. mma.sync is as fast as
+# wgmma if only the peak was lowered, 0.62 of it if both were: not known. FlashAttention-2, which is mma.sync, got 84
+# TFLOP/s (the issue above), so rather the latter, 92. The L2's rate is not published: the H200's, scaled by SMs and
+# clock. Of the memory's peak, the share that a copy gets on an H200 (4.24 of 4.8 TB/s).
 _H20_WGMMA = 148e12 / (78 * 1.83e9)
 H20 = Gpu(
-    78, 1.83e9, 1.83e9, _H20_WGMMA,
-    (min(MMA_SHARE * WGMMA, _H20_WGMMA), MMA_SHARE * _H20_WGMMA),
+    78, 1.83e9, 1.83e9, _H20_WGMMA, (min(MMA_SHARE * WGMMA, _H20_WGMMA), MMA_SHARE * _H20_WGMMA),
     H200.l2 * 78 / 132 * 1.83 / 1.98, 4.0e12 * 4.24 / 4.8,
 )  # fmt: skip
 
-# Times on an H200 in ms, lowest and highest, from docs/performance.md: `union` is the TileLang kernel, `exact` the CUDA C++
-# prototype (tiles of 11 queries, q read again for each block), `gather` the Triton backend's, all without making lists; `dense` is cuDNN.
+# Times on an H200 in ms, lowest and highest, from docs/performance.md, without making lists: `union` is the TileLang
+# kernel, `exact` the prototype in CUDA C++ (11 queries a tile, q read again for each block), `gather` the Triton
+# backend's, `dense` cuDNN.
 MEASURED = {
     ("statement", "large-1", "random", "union"): (2.08, 2.08),
     ("statement", "large-1", "random", "exact"): (2.86, 2.86),
@@ -99,7 +98,7 @@ MEASURED = {
 
 
 class Work(NamedTuple):
-    """What a kernel has to do: FLOP of both products, exponentials, and bytes; ``wgmma`` or mma.sync."""
+    """FLOP, by ``wgmma`` or mma.sync; exponentials; bytes: K and V from L2; shared memory; q, k, v, out, index once."""
 
     wgmma: bool
     flop: float
@@ -110,7 +109,7 @@ class Work(NamedTuple):
 
 
 def selection(index: Tensor, num_blocks: int) -> Tensor:
-    """Which blocks each query selected, ``[N, num_blocks]``: ``index`` ``[N, topk]`` as a set, without ids out of range."""
+    """Which blocks each query selected, ``[N, num_blocks]``: ``index`` ``[N, topk]`` as sets; other ids are none."""
     ids = index.long()
     ids = ids.where((ids >= 0) & (ids < num_blocks), num_blocks)
     return torch.zeros(len(ids), num_blocks + 1, dtype=torch.bool).scatter_(1, ids, True)[:, :num_blocks]
@@ -126,8 +125,7 @@ def count(point: Point, kernel: str, selected: Tensor) -> Work:
     """The work of all heads and batch entries, from what one head's queries selected."""
     if (point.Hq, point.N, point.q_offset) != (HEADS * point.Hk, point.M, 0):
         raise ValueError(f"modelled for groups of {HEADS} heads and N = M, got {point}")
-    heads, keys = point.B * point.Hk, point.block_size
-    pairs = walked(selected, 1)
+    heads, keys, pairs = point.B * point.Hk, point.block_size, walked(selected, 1)
     if kernel == "dense":
         heads, keys = point.B * point.Hq, STEP
         tiles = -(-point.N // (2 * ROWS))
@@ -139,14 +137,14 @@ def count(point: Point, kernel: str, selected: Tensor) -> Work:
         loads, products, rows = walked(selected, TILE) if kernel == "exact" else pairs, pairs, HEADS
     wgmma = kernel in ("union", "dense")
     block = keys * (point.D + point.Dv) * _BYTES
-    queries = ROWS * point.D * _BYTES * keys / STEP if wgmma else 0.0  # wgmma: a part of them for each block
+    q = ROWS * point.D * _BYTES * keys / STEP if wgmma else 0.0  # read by wgmma once a step: a block's part of it
     tensors = point.B * (point.Hq * point.N + point.Hk * point.M) * (point.D + point.Dv) * _BYTES
     return Work(
         wgmma=wgmma,
         flop=heads * products * 2.0 * rows * keys * (point.D + point.Dv),
         exps=heads * products * float(rows * keys),
         l2=heads * loads * float(block),
-        shared=heads * (loads * block + products * (block + queries)),
+        shared=heads * (loads * block + products * (block + q)),
         memory=tensors + (0 if kernel == "dense" else point.B * point.Hk * point.N * point.topk * 4),
     )
 
@@ -166,14 +164,10 @@ def times(work: Work, gpu: Gpu, mma: float) -> dict[str, float]:
 
 
 def predict(work: Work, gpu: Gpu) -> tuple[tuple[float, ...], str]:
-    """Milliseconds, one or both ends, and what bounds them: all units within 5 % of the slowest."""
-    ends = dict.fromkeys(gpu.mma) if not work.wgmma else (gpu.wgmma,)
-    found, bounds = [], []
-    for mma in ends:
-        needed = times(work, gpu, mma)
-        found.append(1e3 * max(needed.values()))
-        bounds.append(", ".join(name for name, time in needed.items() if time > 0.95 * max(needed.values())))
-    return tuple(found), " to ".join(dict.fromkeys(bounds))
+    """Milliseconds for each end of ``gpu.mma``, and what bounds them: all units within 5 % of the slowest."""
+    ends = [times(work, gpu, mma) for mma in gpu.mma]
+    slow = [", ".join(unit for unit, time in end.items() if time > 0.95 * max(end.values())) for end in ends]
+    return tuple(1e3 * max(end.values()) for end in ends), " to ".join(dict.fromkeys(slow))
 
 
 def rows(points: Sequence[Point], seed: int) -> list[dict[str, Any]]:
@@ -182,19 +176,17 @@ def rows(points: Sequence[Point], seed: int) -> list[dict[str, Any]]:
     for point in points:
         for pattern in ("random", "local") if (point.set, point.size) == ("statement", "large-2") else ("random",):
             one = replace(point, B=1, Hq=HEADS, Hk=1)
-            index = cases.make_index(one, pattern, torch.device("cpu"), seed)
-            selected = selection(index[0, 0], point.num_blocks)
+            selected = selection(cases.make_index(one, pattern, torch.device("cpu"), seed)[0, 0], point.num_blocks)
             for kernel in KERNELS if pattern == "random" else KERNELS[:-1]:
-                work, shown = count(point, kernel, selected), "dense" if kernel == "dense" else pattern
-                h200, h200_bound = predict(work, H200)
-                h20, h20_bound = predict(work, H20)
-                lines.append({
-                    "point": f"{point.set} {point.size}", "pattern": shown, "kernel": kernel,
-                    "TFLOP": work.flop / 1e12, "L2 GB": work.l2 / 1e9, "shared GB": work.shared / 1e9,
-                    "H200 ms": _span(h200), "H200 bound": h200_bound,
-                    "measured ms": _span(MEASURED.get((point.set, point.size, shown, kernel), ())),
-                    "H20 ms": _span(h20), "H20 bound": h20_bound,
-                })  # fmt: skip
+                work, name = count(point, kernel, selected), "dense" if kernel == "dense" else pattern
+                line: dict[str, Any] = {"point": f"{point.set} {point.size}", "pattern": name, "kernel": kernel}
+                line |= {"TFLOP": work.flop / 1e12, "L2 GB": work.l2 / 1e9, "shared GB": work.shared / 1e9}
+                for gpu, device in (("H200", H200), ("H20", H20)):
+                    ms, bound = predict(work, device)
+                    line |= {f"{gpu} ms": _span(ms), f"{gpu} bound": bound}
+                    if device is H200:
+                        line["measured ms"] = _span(MEASURED.get((point.set, point.size, name, kernel), ()))
+                lines.append(line)
     return lines
 
 
@@ -205,9 +197,7 @@ def _span(values: Sequence[float]) -> float | str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the predictions and return the exit status."""
-    p = argparse.ArgumentParser(
-        prog="python -m bench.model", description="Predict times on Hopper GPUs from counts. Nothing is run."
-    )
+    p = argparse.ArgumentParser(prog="python -m bench.model", description="Predict times on Hopper GPUs from counts.")
     p.add_argument("--set", choices=cases.SETS, nargs="+", default=cases.SETS, help="whose points (default: all)")
     p.add_argument("--size", choices=cases.SIZES, nargs="+", default=["all"], help="(default: all)")
     p.add_argument("--seed", type=int, default=0, help="of the index (default: %(default)s)")
@@ -216,8 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = rows([point for name in args.set for point in cases.points(name, args.size)], args.seed)
     columns = [(heading, lambda line, heading=heading: line[heading]) for heading in lines[0]]
     notes = [
-        f"Prediction: the slowest unit; {EFFICIENCY} of an SM's clocks at its peak, L2 and memory at rates that were reached.",
-        "H20: with mma.sync as fast as wgmma, to 0.62 of it. Not measured; measured ms: H200, docs/performance.md.",
+        f"Predicted: the slowest unit, at its peak in {EFFICIENCY} of a full SM's clocks; L2 and memory: as measured.",
+        "Measured: on an H200. H20: with mma.sync as fast as wgmma, to 0.62 of that; not measured.",
     ]
     shown = io.StringIO()  # no terminal: Markdown
     with redirect_stdout(shown if args.markdown else sys.stdout):

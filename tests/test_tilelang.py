@@ -118,7 +118,7 @@ def test_what_is_left_to_others() -> None:
     (reason,) = slow_for(large._replace(B=2, N=1, topk=2048, has_q_offset=True))
     assert reason == "is slow for few queries: 64 tiles of 8 fill a GPU, got 8"
     (reason,) = slow_for(large._replace(N=65536, M=65536, topk=16))
-    assert reason.startswith("is slow where neighbours share few blocks: a block is taken by 1.1 of 8 queries")
+    assert reason.startswith("is slow where neighbours share few blocks: 1.1 of 8 queries take a block")
 
 
 def test_tensors_for_tma() -> None:

@@ -34,9 +34,11 @@ class TileLangBackend:
         reasons = []
         if problem.dtype not in _DTYPES:
             reasons.append(f"needs fp16 or bf16, got {str(problem.dtype).removeprefix('torch.')}")
-        for name in ("D", "Dv"):
-            if getattr(problem, name) > MAX_FEATURES:
-                reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
+        reasons += [
+            f"needs {name} <= {MAX_FEATURES}, got {name}={value}"
+            for name, value in (("D", problem.D), ("Dv", problem.Dv))
+            if value > MAX_FEATURES
+        ]
         reach = problem.M + min(problem.block_size, problem.M)
         if max(problem.N, reach) > _MAX_LENGTH:
             reasons.append(f"needs N and M + block_size of at most 2**31 - 2**16, got N={problem.N} and {reach}")
@@ -65,9 +67,8 @@ class TileLangBackend:
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         B, Hq, N, _ = q.shape
-        _, Hk, M, Dv = v.shape
-        topk = index.shape[3]
-        if 0 in (B, N, M, topk, Dv):
+        M, Dv = v.shape[2:]
+        if 0 in (B, N, M, index.shape[3], Dv):
             out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
             return out, torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
         here = q.device.index == torch.cuda.current_device()

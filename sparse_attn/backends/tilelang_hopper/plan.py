@@ -99,7 +99,7 @@ def few_or_sparse(problem: Problem) -> list[str]:
     sharing = T * share / (1 - (1 - share) ** T) if share > 0 else 1.0
     if sharing < _LITTLE_SHARING:
         reasons.append(
-            f"is slow where neighbours share few blocks: a block is taken by {sharing:.1f} of {T} queries if each chooses "
+            f"is slow where neighbours share few blocks: {sharing:.1f} of {T} queries take a block if each chooses "
             f"{problem.topk} of {reach} by itself"
         )
     return reasons

@@ -1,0 +1,297 @@
+"""Macros for a kernel that walks a list: where a tile is, what a step says, the softmax, loads, stores; and its entry."""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from .plan import Tiles
+
+# Features of a box of TMA: 128 bytes, the widest swizzle.
+COLUMNS = 64
+# Barriers that this code names; the compiler takes those from 3 on.
+FIRST_BARRIER = 10
+_INF = float("inf")
+# A maximum that grew by less leaves the sums as they are: weights stay below 2**8.
+_LAZY = 8.0
+
+
+def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNamespace:
+    """Macros for tiles of one shape.
+
+    Args:
+        rows: of the fragments that one group of threads works on together.
+        query_major: whether row r is head ``r % tiles.heads``, else query ``r % (rows // tiles.heads)``.
+    """
+    HP, BN, BX, ROWS = tiles.heads, tiles.BN, tiles.box, rows
+    DV, KST, VST = tiles.Dv, tiles.k_stages, tiles.v_stages
+    TQ, P = tiles.queries, BN // BX
+    DVP = tiles.Dv_padded
+    K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
+    # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
+    boxes = tuple(range(P))
+    q_columns, v_columns = tuple(range(0, tiles.D_padded, COLUMNS)), tuple(range(0, DVP, COLUMNS))
+    per_head = rows // HP
+    head_of = (lambda r: r % HP) if query_major else (lambda r: r // per_head)
+    query_of = (lambda r: r // HP) if query_major else (lambda r: r % per_head)
+    # What a step of the list says is read one step ahead, unless that takes too many registers.
+    ahead = P <= 4
+    f32, i32 = T.float32, T.int32
+
+    @T.macro
+    def locate(place, item, n):
+        """Of an item of work: its list, batch entry, first head, key/value head, first query, valid heads."""
+        place[2] = T.truncdiv(item, n.tiles)
+        place[4] = (n.tiles - 1 - (item - place[2] * n.tiles)) * TQ  # the longest first
+        place[3] = T.truncdiv(place[2], n.chunks)
+        place[5] = (place[2] - place[3] * n.chunks) * HP
+        place[0] = place[3] * n.tiles + T.truncdiv(place[4], TQ)
+        place[1] = T.truncdiv(place[3], n.Hk)
+        place[3] = place[3] - place[1] * n.Hk
+        place[2] = place[3] * n.g + place[5]
+        place[5] = n.g - place[5]
+
+    @T.macro
+    def advance(now, then, values, listed, t):
+        """What step t of a list says of each of its boxes."""
+        for x in T.unroll(P):
+            if ahead:
+                now[x] = then[x]
+                then[x] = values[listed, (t + 1) * P + x]
+            else:
+                now[x] = values[listed, t * P + x]
+
+    @T.macro
+    def whereabouts(block: T.Ref, start: T.Ref, hidden: T.Ref, box, mask, first, n):
+        """Of a box: its block's first key, its own in the block, its first key behind all queries that take it."""
+        start = box
+        block = T.truncdiv(start, n.boxes_per_block)
+        start = (start - block * n.boxes_per_block) * BX
+        block = block * n.block_size
+        hidden = first + n.q_offset + 32 - T.call_extern("int32", "__clz", mask) - block - start
+        if mask == 0:
+            hidden = 0  # noqa: F841 -- arguments that are references are assigned to
+
+    @T.macro
+    def hide(mem, s, limit, mask, listed, t, first, first_of_rows, bit, any_hidden: T.Ref, n):
+        """Scores of keys that a row does not see become -inf; ``any_hidden``: whether some key is behind all queries.
+
+        ``first`` is the tile's first query, ``first_of_rows`` that of these rows, whose bit in the masks is ``bit``.
+        """
+        block = T.alloc_var(i32)
+        start = T.alloc_var(i32)
+        hidden = T.alloc_var(i32)
+        any_hidden = 0
+        for x in boxes:
+            whereabouts(block, start, hidden, mem.boxes[listed, t * P + x], mask[x], first, n)
+            for r in T.Parallel(ROWS):
+                limit[r] = T.Select(
+                    ((mask[x] >> (bit + query_of(r))) & 1) != 0,
+                    T.min(
+                        T.min(first_of_rows + query_of(r) + n.q_offset, n.M - 1) - block - start,
+                        n.block_size - start - 1,
+                    ),
+                    -1,
+                )
+            for r, j in T.Parallel(ROWS, BX):
+                s[r, x * BX + j] = T.Select(j <= limit[r], s[r, x * BX + j], T.cast(-_INF, f32))
+            any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
+
+    @T.macro
+    def zero_hidden(mem, step, mask, listed, t, first, n):
+        """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
+        block = T.alloc_var(i32)
+        start = T.alloc_var(i32)
+        hidden = T.alloc_var(i32)
+        for x in boxes:
+            whereabouts(block, start, hidden, mem.boxes[listed, t * P + x], mask[x], first, n)
+            for r, d in T.Parallel(BX, DVP):
+                if r >= hidden:
+                    mem.v[step & (VST - 1), x * BX + r, d] = 0
+
+    @T.macro
+    def exponentiate(s, row, selected, scale, grown: T.Ref):
+        """Scores to weights. ``selected(x, r)``: whether row r takes box x; None: all that are not -inf."""
+        T.copy(row.m, row.m_old)
+        if selected is None:
+            T.reduce_max(s, row.tmp, dim=1, clear=True)
+        else:
+            T.fill(row.tmp, -_INF)
+            for x in boxes:
+                T.reduce_max(s[:, x * BX : x * BX + BX], row.alpha, dim=1, clear=True)
+                for r in T.Parallel(ROWS):
+                    row.tmp[r] = T.max(row.tmp[r], T.Select(selected(x, r), row.alpha[r], T.cast(-_INF, f32)))
+        for r in T.Parallel(ROWS):
+            row.m[r] = T.Select((row.tmp[r] - row.m[r]) * scale > _LAZY, row.tmp[r], row.m[r])
+        grown = 0
+        for r in T.Parallel(ROWS):
+            grown = grown | T.Select(row.m[r] > row.m_old[r], 1, 0)
+        for r in T.Parallel(ROWS):
+            row.shift[r] = T.Select(row.m[r] == -_INF, T.cast(0, f32), row.m[r] * scale)
+        for r in T.Parallel(ROWS):
+            row.alpha[r] = T.exp2(row.m_old[r] * scale - row.shift[r])
+        if selected is None:
+            for r, j in T.Parallel(ROWS, BN):
+                s[r, j] = T.exp2(s[r, j] * scale - row.shift[r])
+        else:  # weights of 0 by what is subtracted, not by a mask over all scores
+            for x in boxes:
+                for r in T.Parallel(ROWS):
+                    row.tmp[r] = T.Select(selected(x, r), row.shift[r], T.cast(_INF, f32))
+                for r, j in T.Parallel(ROWS, BX):
+                    s[r, x * BX + j] = T.exp2(s[r, x * BX + j] * scale - row.tmp[r])
+        T.reduce_sum(s, row.tmp, dim=1)
+        for r in T.Parallel(ROWS):
+            row.sum[r] = row.sum[r] * row.alpha[r] + row.tmp[r]
+
+    @T.macro
+    def rescale(o, row, grown):
+        if T.any_sync(grown != 0):
+            for r, d in T.Parallel(ROWS, DVP):
+                o[r, d] *= row.alpha[r]
+
+    @T.macro
+    def store(mem, o, row, b, head, heads, first, n):
+        """Results of rows whose first query is ``first``; lse where it is asked for."""
+        if n.want_lse != 0:
+            for r in T.Parallel(ROWS):
+                if head_of(r) < heads and first + query_of(r) < n.N:
+                    mem.lse[b, head + head_of(r), first + query_of(r)] = (
+                        row.m[r] * n.scale + T.log2(row.sum[r])
+                    ) * 0.6931471805599453
+        # The sum is 0 for a row that saw nothing, and then so is the result; NaN stays NaN.
+        for r in T.Parallel(ROWS):
+            row.sum[r] = T.Select(row.sum[r] == 0.0, T.cast(0, f32), 1.0 / row.sum[r])
+        for r, d in T.Parallel(ROWS, DVP):
+            if head_of(r) < heads and first + query_of(r) < n.N and d < DV:
+                mem.out[b, head + head_of(r), first + query_of(r), d] = T.cast(
+                    o[r, d] * row.sum[r], dtype
+                )
+
+
+    @T.macro
+    def load_keys_and_values(mem, n, cta, grid):
+        """One warp's part: it walks the lists ahead of those that multiply."""
+        box = T.alloc_local([P], i32)
+        next_box = T.alloc_local([P if ahead else 1], i32)
+        first_box = T.alloc_local([P if ahead else 1], i32)  # of the next tile
+        place = T.alloc_local([6], i32)
+        listed = T.alloc_var(i32)
+        b = T.alloc_var(i32)
+        h = T.alloc_var(i32)
+        total = T.alloc_var(i32)
+        next_total = T.alloc_var(i32)
+        c = T.alloc_var(i32)
+        c = 0
+        locate(place, cta, n)
+        next_total = (
+            mem.counts[place[0], 0] + mem.counts[place[0], 1] + mem.counts[place[0], 2] + mem.counts[place[0], 3]
+        )
+        if ahead:
+            for x in T.unroll(P):
+                next_box[x] = mem.boxes[place[0], x]
+        for item in T.serial((n.items - cta + grid - 1) // grid):
+            listed = place[0]
+            b = place[1]
+            h = place[3]
+            total = next_total
+            locate(place, T.min(cta + (item + 1) * grid, n.items - 1), n)
+            next_total = (
+                mem.counts[place[0], 0] + mem.counts[place[0], 1] + mem.counts[place[0], 2] + mem.counts[place[0], 3]
+            )
+            if ahead:
+                for x in T.unroll(P):
+                    first_box[x] = mem.boxes[place[0], x]
+            for t in T.serial(total):
+                advance(box, next_box, mem.boxes, listed, t)
+                T.barrier_wait(mem.k_free[c & (KST - 1)], ((c >> K_LOG) & 1) ^ 1)
+                for y in q_columns:
+                    for x in boxes:
+                        T.tma_copy(
+                            mem.K[b, h, box[x] * BX : box[x] * BX + BX, y : y + COLUMNS],
+                            mem.k[c & (KST - 1), x * BX : x * BX + BX, y : y + COLUMNS],
+                            barrier=mem.k_ready[c & (KST - 1)],
+                        )
+                T.barrier_arrive(mem.k_ready[c & (KST - 1)])
+                T.barrier_wait(mem.v_free[c & (VST - 1)], ((c >> V_LOG) & 1) ^ 1)
+                for y in v_columns:
+                    for x in boxes:
+                        T.tma_copy(
+                            mem.V[b, h, box[x] * BX : box[x] * BX + BX, y : y + COLUMNS],
+                            mem.v[c & (VST - 1), x * BX : x * BX + BX, y : y + COLUMNS],
+                            barrier=mem.v_ready[c & (VST - 1)],
+                        )
+                T.barrier_arrive(mem.v_ready[c & (VST - 1)])
+                c = c + 1
+            if ahead:
+                for x in T.unroll(P):
+                    next_box[x] = first_box[x]
+
+    return SimpleNamespace(
+        locate=locate, advance=advance, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+        store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, ahead=ahead,
+    )  # fmt: skip
+
+
+def rings(tiles: Tiles, dtype: str, threads: int) -> SimpleNamespace:
+    """Shared memory for k and v, with barriers: ready when loaded, free when all ``threads`` that read it are done."""
+    KST, VST = tiles.k_stages, tiles.v_stages
+    return SimpleNamespace(
+        k=T.alloc_shared([KST, tiles.BN, tiles.D_padded], dtype),
+        v=T.alloc_shared([VST, tiles.BN, tiles.Dv_padded], dtype),
+        k_ready=T.alloc_barrier(arrive_count=[32] * KST),
+        k_free=T.alloc_barrier(arrive_count=[threads] * KST),
+        v_ready=T.alloc_barrier(arrive_count=[32] * VST),
+        v_free=T.alloc_barrier(arrive_count=[threads] * VST),
+    )
+
+
+def row_state(rows: int) -> SimpleNamespace:
+    """What an online softmax keeps of each row: maximum, sum, and what is worked out on the way."""
+    names = ("m", "m_old", "shift", "alpha", "sum", "tmp")
+    return SimpleNamespace(**{name: T.alloc_fragment([rows], T.float32) for name in names})
+
+
+def entry(tiles: Tiles, dtype: str, threads: int, run, name: str):
+    """The kernel with everything it is launched with; ``run(mem, n, cta, grid)`` is a macro with what it does."""
+    D, DV = tiles.D, tiles.Dv
+    f32, i32 = T.float32, T.int32
+    B, Hq, Hk, N, keys, lists, capacity = (
+        T.dynamic(name) for name in ("B", "Hq", "Hk", "N", "keys", "lists", "capacity")
+    )
+    l_b, l_h, l_n = (T.dynamic(name) for name in ("l_b", "l_h", "l_n"))
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n = (
+        T.dynamic(name, "int64") for name in ("q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n")
+    )
+
+    @T.prim_func
+    def kernel(
+        Q: T.StridedTensor([B, Hq, N, D], [q_b, q_h, q_n, 1], dtype),
+        K: T.StridedTensor([B, Hk, keys, D], [k_b, k_h, k_n, 1], dtype),
+        V: T.StridedTensor([B, Hk, keys, DV], [v_b, v_h, v_n, 1], dtype),
+        list_boxes: T.Tensor([lists, capacity], i32),
+        list_masks: T.Tensor([lists, capacity], i32),
+        list_counts: T.Tensor([lists, 4], i32),
+        out: T.Tensor([B, Hq, N, DV], dtype),
+        lse: T.Tensor([l_b, l_h, l_n], f32),
+        scale: f32,
+        want_lse: i32,
+        M: i32,
+        block_size: i32,
+        boxes_per_block: i32,
+        q_offset: i32,
+        g: i32,
+        chunks: i32,
+        tiles_of_head: i32,
+        grid: i32,
+    ):
+        with T.Kernel(grid, threads=threads) as cta:
+            mem = SimpleNamespace(
+                Q=Q, K=K, V=V, out=out, lse=lse, boxes=list_boxes, masks=list_masks, counts=list_counts
+            )  # fmt: skip
+            n = SimpleNamespace(
+                scale=scale, want_lse=want_lse, M=M, N=N, block_size=block_size, boxes_per_block=boxes_per_block,
+                q_offset=q_offset, g=g, chunks=chunks, Hk=Hk, tiles=tiles_of_head,
+                items=B * Hk * chunks * tiles_of_head,
+            )  # fmt: skip
+            run(mem, n, cta, grid)
+
+    return kernel.with_attr("global_symbol", name)
