@@ -26,7 +26,7 @@ BUILTIN: tuple[BackendSpec, ...] = (
         name="tilelang",
         target="sparse_attn.backends.tilelang_hopper:backend",
         architectures=("sm90",),
-        requires=(Requirement("tilelang", minimum="0.1.9"),),
+        requires=(Requirement("tilelang", minimum="0.1.15"),),
         install="pip install tilelang",
     ),
     BackendSpec(

@@ -226,7 +226,7 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                     next_box[x] = first_box[x]
 
     return SimpleNamespace(
-        locate=locate, advance=advance, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+        locate=locate, advance=advance, whereabouts=whereabouts, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
         store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, ahead=ahead,
     )  # fmt: skip
 
