@@ -69,7 +69,7 @@ class Backend(Protocol):
     """An implementation of the operator.
 
     It may also have a method ``slow_for(problem) -> Sequence[str]``, asked where it can run the problem: why another
-    backend made for the device should rather do so, if there is one, which is then chosen. Mostly empty.
+    backend made for the device should rather do so, if there is one, which is then chosen. Usually none.
 
     And it may have a method ``backward(grad_out, grad_lse, out, lse, q, k, v, index, block_size, sm_scale, q_offset)
     -> (dq, dk, dv)``, with ``grad_lse`` a tensor or None; without one, the registry refuses calls that need gradients

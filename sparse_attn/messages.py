@@ -37,12 +37,12 @@ def not_a_backend(spec: BackendSpec, got: object) -> str:
     return f"needs {spec.target} to be callable and to have the method 'unsupported', got {kind}"
 
 
-def unsupported_failed(name: str, error: BaseException) -> str:
-    return f"the backend {name} failed when asked what it supports: {type(error).__name__}: {error}"
+def question_failed(name: str, method: str, error: BaseException) -> str:
+    return f"the backend {name} failed when asked {method}(): {type(error).__name__}: {error}"
 
 
-def unsupported_is_no_list(name: str, got: object) -> str:
-    return f"the backend {name}'s unsupported() must return a sequence of reasons, got {got!r}"
+def answer_is_no_list(name: str, method: str, got: object) -> str:
+    return f"the backend {name}'s {method}() must return a sequence of reasons, got {got!r}"
 
 
 def lse_missing(name: str) -> str:

@@ -130,13 +130,7 @@ def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
     if unavailable is not None:
         return (unavailable,)
     backend = _loaded(name)
-    try:
-        said = backend.unsupported(problem)
-    except Exception as error:  # a bug, not a "no": it must not pass for one
-        raise RuntimeError(messages.unsupported_failed(name, error)) from error
-    if isinstance(said, str) or not isinstance(said, Iterable):
-        raise TypeError(messages.unsupported_is_no_list(name, said))
-    reasons = tuple(said)
+    reasons = _asked(name, "unsupported", problem)
     if problem.needs_grad and not hasattr(backend, "backward"):
         reasons += (messages.no_backward(),)
     return reasons
@@ -144,8 +138,17 @@ def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
 
 def reluctance(name: str, problem: Problem) -> tuple[str, ...]:
     """Say why the backend ``name``, which can run ``problem``, leaves it to another one made for the device; or ()."""
-    ask = getattr(_loaded(name), "slow_for", None)
-    return tuple(ask(problem)) if ask is not None else ()
+    return _asked(name, "slow_for", problem) if hasattr(_loaded(name), "slow_for") else ()
+
+
+def _asked(name: str, method: str, problem: Problem) -> tuple[str, ...]:
+    try:
+        said = getattr(_loaded(name), method)(problem)
+    except Exception as error:  # a bug, not a "no": it must not pass for one
+        raise RuntimeError(messages.question_failed(name, method, error)) from error
+    if isinstance(said, str) or not isinstance(said, Iterable):
+        raise TypeError(messages.answer_is_no_list(name, method, said))
+    return tuple(said)
 
 
 def unavailable_on(name: str, device: Device) -> str | None:

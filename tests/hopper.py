@@ -17,7 +17,7 @@ from sparse_attn.backends.tilelang_hopper.compiled import PASS_CONFIGS
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 _ROOT = Path(tilelang.__file__).parent
-_FLAGS = ["-std=c++17", "-O3", "-use_fast_math", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
+_FLAGS = ["-std=c++20", "-O3", "-use_fast_math", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
 
 
 class Compiled(NamedTuple):
@@ -28,10 +28,10 @@ class Compiled(NamedTuple):
     warnings: list[str]
 
 
-def lower(kernel: Any) -> str:
+def lower(kernel: Any, pass_configs: dict[Any, bool] = PASS_CONFIGS) -> str:
     """CUDA C++ of a kernel, for sm_90a."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target, tvm.transform.PassContext(config=dict(PASS_CONFIGS)):
+    with target, tvm.transform.PassContext(config=dict(pass_configs)):
         return tilelang.lower(kernel, target=target).kernel_source
 
 

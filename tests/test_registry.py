@@ -124,6 +124,11 @@ def test_backend_that_is_slow_leaves_a_problem_to_another(everything_works: dict
     assert "triton would run this call" in said
     assert "tilelang       can run it; is slow for few queries\n" in said
 
+    everything_works["tilelang"].slow_for = lambda p: "is slow"
+    with pytest.raises(TypeError, match=r"tilelang's slow_for\(\) must return a sequence of reasons, got 'is slow'"):
+        registry.select(few._replace(N=2))
+    everything_works["tilelang"].slow_for = lambda p: ["is slow for few queries"]
+
     everything_works["triton"].reasons = ("needs topk < 8, got topk=32",)
     registry.select.cache_clear()
     selection = registry.select(few)

@@ -13,13 +13,18 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed
+import sparse_attn
+from sparse_attn.backends.tilelang_hopper import compiled
+from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed, packed_block
 from sparse_attn.backends.tilelang_hopper.block_lists import block_lists_kernel
+from sparse_attn.backends.tilelang_hopper.compiled import LIST_PASS_CONFIGS
 from sparse_attn.backends.tilelang_hopper.plan import SHARED_BYTES, Tiles, plan
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 from sparse_attn.contract import Device, Problem
 
+from .cases import CASES, make
 from .hopper import NVCC, compile_source, lower, shared_bytes
+from .test_backends import assert_close, truth
 
 H200 = Device("cuda", "sm90", "NVIDIA H200")
 on_hopper = pytest.mark.skipif(
@@ -51,8 +56,10 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
     assert "tma_load" in source
     assert shared_bytes(source) <= tiles.shared_bytes <= SHARED_BYTES
     # Barriers that the compiler takes for itself must not be those that the kernel names.
-    taken = {int(n) for n in re.findall(r"__sync_thread_partial\((\d+),", source)}
+    taken = [int(n) for n in re.findall(r"__sync_thread_partial\((\d+),", source)]
     assert all(n < 8 or n in (10, 11) for n in taken)
+    # Nor may a warpgroup wait at another's: each is written once for each of them.
+    assert all(taken.count(n) == 1 for n in taken)
     if NVCC is None:
         pytest.skip("lowered; needs nvcc to be compiled")
     compiled = compile_source(source)
@@ -65,7 +72,9 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("name", ["contest", "group1", "d192_dv128_block8"])
 def test_list_kernels_compile(name: str, index_dtype: str) -> None:
-    source = lower(block_lists_kernel(VARIANTS[name], index_dtype))
+    source = lower(block_lists_kernel(VARIANTS[name], index_dtype), LIST_PASS_CONFIGS)
+    assert "__syncthreads" not in source
+    assert "__syncwarp" in source
     if NVCC is None:
         pytest.skip("lowered; needs nvcc to be compiled")
     assert compile_source(source).spills == 0
@@ -96,7 +105,8 @@ def test_tiles_fit() -> None:
         assert tiles.v_stages >= 4 or tiles.warpgroups == 1
 
 
-def test_what_is_not_supported() -> None:
+def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
     problem = Problem(H200, torch.float16, torch.int32, 1, 64, 4, 128, 128, 64, 64, 4, 64)
     unsupported = TileLangBackend().unsupported
     assert list(unsupported(problem)) == []
@@ -107,6 +117,9 @@ def test_what_is_not_supported() -> None:
     assert reason == "needs D <= 256, got D=320"
     (reason,) = unsupported(problem._replace(B=70000))
     assert reason == "needs B and Hk <= 65535, got B=70000, Hk=4"
+    assert len(unsupported(problem._replace(topk=2**26, M=2**31 - 2**16))) == 2
+    monkeypatch.setattr(compiled, "missing_compiler", lambda: "needs nvcc")
+    assert list(unsupported(problem)) == ["needs nvcc"]
 
 
 def test_what_is_left_to_others() -> None:
@@ -115,8 +128,16 @@ def test_what_is_left_to_others() -> None:
     slow_for = TileLangBackend().slow_for
     assert list(slow_for(large)) == []
     assert list(slow_for(large._replace(B=1, N=1024, M=1024, D=64, Dv=64, topk=16))) == []
-    (reason,) = slow_for(large._replace(B=2, N=1, topk=2048, has_q_offset=True))
-    assert reason == "is slow for few queries: 64 tiles of 8 fill a GPU, got 8"
+    few = slow_for(large._replace(B=2, N=1, topk=100, has_q_offset=True))
+    assert few[0] == "is slow for few queries: fewer than 100 tiles of 8 leave a GPU idle, got 8"
+    (reason,) = slow_for(large._replace(B=32, N=1, topk=100, has_q_offset=True))
+    assert reason.startswith("is slow where neighbours share few blocks: 1.0 of 1 queries")
+    (reason,) = slow_for(large._replace(N=65536, M=65536, topk=16))
+    assert reason.startswith("is slow where neighbours share few blocks: 1.1 of 8 queries")
+    assert slow_for(large._replace(D=100, block_size=100)) == [
+        "copies k and v for blocks of 100 keys: none for multiples of 8",
+        "copies tensors for D=100: none for multiples of 8",
+    ]
     (reason,) = slow_for(large._replace(N=65536, M=65536, topk=16))
     assert reason.startswith("is slow where neighbours share few blocks: 1.1 of 8 queries take a block")
 
@@ -140,6 +161,22 @@ def test_tensors_for_tma() -> None:
     assert not for_tma(x.clone().requires_grad_()).requires_grad
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_every_problem_is_judged(case: str) -> None:
+    """What speaks against a problem is worked out for each of them, those without keys or queries included."""
+    x = CASES[case].build(torch.float16)
+    problem = sparse_attn.problem_of(*x.args, **x.kwargs)
+    for has_q_offset in (False, True):
+        assert all(TileLangBackend().slow_for(problem._replace(has_q_offset=has_q_offset, device=H200)) or ["fast"])
+
+
+def test_sizes_of_packed_blocks() -> None:
+    """Blocks stay as they are where a box of some size divides them; lists must not get long for a few keys' sake."""
+    sizes = {1: 8, 7: 8, 8: 8, 16: 16, 24: 24, 48: 48, 50: 56, 64: 64, 96: 96, 100: 128, 136: 192, 256: 256, 1000: 1024}
+    assert {size: packed_block(size) for size in sizes} == sizes
+    assert packed_block(8192) == 8192
+
+
 def test_packed_blocks() -> None:
     x = torch.arange(1.0, 8).view(1, 1, 7, 1)
     assert packed(x, 4, 4) is x
@@ -160,8 +197,6 @@ def test_block_lists(
     N: int, M: int, block_size: int, topk: int, g: int, q_offset: int, D: int, device: torch.device
 ) -> None:
     """Against sets and dictionaries in Python: what each list holds, and in which steps."""
-    from sparse_attn.backends.tilelang_hopper import compiled
-
     generator = torch.Generator().manual_seed(0)
     num_blocks = -(-M // block_size)
     index = torch.randint(-2, num_blocks + 3, (2, 2, N, topk), generator=generator, dtype=torch.int32)
@@ -216,3 +251,34 @@ def test_block_lists(
             assert ".." not in gaps
         # What is padded is a box that nobody selected.
         assert sum(not mask for entries in steps for _, mask in entries) < P
+
+
+# --- on a Hopper GPU --------------------------------------------------------------------------------------------------
+
+
+@on_hopper
+def test_rows_that_see_nothing_are_zero_whatever_they_hold(device: torch.device) -> None:
+    x = make(torch.float16, Hq=32, Hk=2, N=300, block_size=16, topk=8)
+    x.index[:, :, 17::29] = -1
+    expected = truth(x)
+    x.q[:, :, 17::29] = torch.nan
+    x.q[:, :, 46] = torch.inf
+    x = x.to(device)
+    out, lse = TileLangBackend()(x.q, x.k, x.v, x.index, 16, x.q.shape[3] ** -0.5, 0, True)
+    assert_close(out, expected.out, expected.out_bound, "out")
+    assert_close(lse, expected.lse, expected.lse_bound, "lse")
+
+
+@on_hopper
+def test_weights_sum_to_one_over_many_steps(device: torch.device) -> None:
+    """With large scores, what a maximum that stays is multiplied by must be 1: its rounding errors would add up."""
+    M = 65536
+    q = torch.randn(1, 16, 8, 64, device=device).mul(30).half()
+    k = torch.randn(1, 1, M, 64, device=device).half()
+    v = torch.ones(1, 1, M, 64, device=device).half()
+    index = torch.arange(M // 64, device=device, dtype=torch.int32).expand(1, 1, 8, -1)
+    out, lse = TileLangBackend()(q, k, v, index, 64, 1.0, M - 8, True)
+    assert (out - 1).abs().max() < 1e-3
+    scores = torch.einsum("hnd,md->hnm", q[0].double(), k[0, 0].double())
+    scores.masked_fill_(torch.arange(M, device=device) > torch.arange(M - 8, M, device=device)[:, None], -torch.inf)
+    assert (lse[0] - scores.logsumexp(-1)).abs().max() < 1e-5 * scores.max()

@@ -20,9 +20,13 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _INDEX_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 # Positions, and the number of a tile, are 32-bit numbers.
 _MAX_LENGTH = 2**31 - 2**16
+# A tile's ids, of up to 32 queries, are counted in 32 bits.
+_MAX_TOPK = 2**26
 # Grids have at most so many blocks along y and z.
 _MAX_GRID = 65535
 _LOG2E = 1.4426950408889634
+# Boxes of a block for which it is not worth a copy of k and v to have fewer.
+_FEW_BOXES = 8
 # Features of a row: TMA copies rows that are multiples of 16 bytes.
 _ALIGNED_FEATURES = 8
 
@@ -31,7 +35,8 @@ class TileLangBackend:
     """Forward pass of every problem in fp16 and bf16 with up to 256 features."""
 
     def unsupported(self, problem: Problem) -> Sequence[str]:
-        reasons = []
+        missing = compiled.missing_compiler()
+        reasons = [] if missing is None else [missing]
         if problem.dtype not in _DTYPES:
             reasons.append(f"needs fp16 or bf16, got {str(problem.dtype).removeprefix('torch.')}")
         reasons += [
@@ -39,9 +44,11 @@ class TileLangBackend:
             for name, value in (("D", problem.D), ("Dv", problem.Dv))
             if value > MAX_FEATURES
         ]
-        reach = problem.M + min(problem.block_size, problem.M)
-        if max(problem.N, reach) > _MAX_LENGTH:
-            reasons.append(f"needs N and M + block_size of at most 2**31 - 2**16, got N={problem.N} and {reach}")
+        reach = problem.N + problem.M + min(problem.block_size, problem.M)
+        if reach > _MAX_LENGTH:
+            reasons.append(f"needs N + M + block_size of at most 2**31 - 2**16, got {reach}")
+        if problem.topk >= _MAX_TOPK:
+            reasons.append(f"needs topk < 2**26, got topk={problem.topk}")
         if max(problem.B, problem.Hk) > _MAX_GRID:
             reasons.append(f"needs B and Hk <= {_MAX_GRID}, got B={problem.B}, Hk={problem.Hk}")
         rows = problem.B * problem.Hq * problem.N
@@ -50,7 +57,14 @@ class TileLangBackend:
         return reasons
 
     def slow_for(self, problem: Problem) -> Sequence[str]:
-        reasons = list(few_or_sparse(problem))
+        reasons = few_or_sparse(problem)
+        if problem.block_size < problem.M and packed_block(problem.block_size) != problem.block_size:
+            reasons.append(f"copies k and v for blocks of {problem.block_size} keys: none for multiples of 8")
+        reasons += [
+            f"copies tensors for {name}={value}: none for multiples of {_ALIGNED_FEATURES}"
+            for name, value in (("D", problem.D), ("Dv", problem.Dv))
+            if value % _ALIGNED_FEATURES
+        ]
         if problem.dtype == torch.bfloat16:
             reasons.append("has run in fp16 only: its bf16 kernels were compiled")
         return reasons
@@ -92,7 +106,7 @@ def _run(
     if block_size >= M:  # one block, of any length
         block_size = packed_size = -(-M // 128) * 128
     else:
-        packed_size = -(-block_size // 8) * 8
+        packed_size = packed_block(block_size)
     if sm_scale < 0:  # so that the largest score has the largest weight
         q, sm_scale = -q, -sm_scale
     scale = max(sm_scale * _LOG2E, 1e-37)  # above 0: it is a factor of -inf
@@ -127,6 +141,16 @@ def _run(
     return out, lse
 
 
+def packed_block(block_size: int) -> int:
+    """Keys of a block as they are read: ``block_size`` or more.
+
+    Not where a box of 8 keys or more divides it, and few of them make it up: lists name every box.
+    """
+    if block_size % 8 == 0 and block_size // min(128, block_size & -block_size) <= _FEW_BOXES:
+        return block_size
+    return -(-block_size // 8) * 8 if block_size < 64 else -(-block_size // 64) * 64
+
+
 def packed(x: Tensor, block_size: int, packed_size: int) -> Tensor:
     """k or v with blocks of ``packed_size`` keys, zeros at their ends: x itself where that is their size."""
     if block_size == packed_size:
@@ -139,20 +163,21 @@ def packed(x: Tensor, block_size: int, packed_size: int) -> Tensor:
 
 def for_tma(x: Tensor) -> Tensor:
     """q, k or v as TMA takes it: x, or its copy, with zeros behind the last feature if their number is odd."""
-    x = x.detach()  # what is exported to another library must not ask for gradients
+    if x.requires_grad:
+        x = x.detach()  # what is exported to another library must not ask for gradients
     features = -(-x.shape[3] // _ALIGNED_FEATURES) * _ALIGNED_FEATURES
     if features != x.shape[3]:
         return F.pad(x, (0, features - x.shape[3])).contiguous()
-    strides = [
-        stride if length > 1 else features for length, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    ]
-    aligned = x.data_ptr() % 16 == 0 and all(0 < s < 2**39 and s % _ALIGNED_FEATURES == 0 for s in strides)
-    if not aligned or (x.stride(3) != 1 and features > 1):
-        return x.clone(memory_format=torch.contiguous_format)
-    # The stride of a dimension of length 1 may be anything, and is not used: it has to be one that TMA takes.
-    if list(x.stride()[:3]) != strides:
-        return x.as_strided(x.shape, (*strides, 1))
-    return x
+    *strides, last = x.stride()
+    if last == 1 and x.data_ptr() % 16 == 0:
+        refused = [s <= 0 or s >= 2**39 or s % _ALIGNED_FEATURES != 0 for s in strides]
+        if not any(refused):
+            return x
+        if not any(no and length > 1 for no, length in zip(refused, x.shape, strict=False)):
+            # The stride of a dimension of length 1 may be anything, and is not used: it has to be one that TMA takes.
+            strides = [features if no else s for no, s in zip(refused, strides, strict=True)]
+            return x.as_strided(x.shape, (*strides, 1))
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @cache

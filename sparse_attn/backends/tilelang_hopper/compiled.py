@@ -7,37 +7,55 @@ from functools import cache
 from typing import Any
 
 import tilelang
+from tilelang.contrib.nvcc import find_cuda_path
 
 from .block_lists import block_lists_kernel
 from .plan import Tiles
 from .union import union_kernel
 
 _Key = tilelang.PassConfigKey
-PASS_CONFIGS = {
+PASS_CONFIGS: dict[Any, bool] = {
     _Key.TL_ENABLE_FAST_MATH: True,  # exp2 as one instruction
     _Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # the kernels guard what can be outside
     _Key.TL_DISABLE_WARP_SPECIALIZED: True,  # done by hand
 }
 if hasattr(_Key, "TL_DISABLE_BUFFER_INIT_CHECK"):  # it warns of what is only read after it was written
     PASS_CONFIGS[_Key.TL_DISABLE_BUFFER_INIT_CHECK] = True
+# Warps of this kernel share nothing, and wait for their own lanes by themselves.
+LIST_PASS_CONFIGS = {**PASS_CONFIGS, _Key.TL_DISABLE_THREAD_STORAGE_SYNC: True}
+_kernels: dict[tuple[Any, Tiles, str], Any] = {}
 # Two threads that need a kernel at once compile it once; TileLang's compiler is not known to be safe for threads.
 _lock = threading.Lock()
 
 
 @cache
-def _compile(kernel: Any, tiles: Tiles, dtype: str) -> Any:
-    return tilelang.compile(kernel(tiles, dtype), pass_configs=PASS_CONFIGS)
+def missing_compiler() -> str | None:
+    """Why kernels cannot be compiled here: TileLang runs the CUDA toolkit's nvcc, which comes with no package of it."""
+    try:
+        find_cuda_path()
+    except RuntimeError:
+        return "needs nvcc, of the CUDA toolkit, to compile its kernels, and found none: install it, or set CUDA_HOME"
+    return None
+
+
+def _compile(kernel: Any, tiles: Tiles, dtype: str, pass_configs: dict[Any, bool]) -> Any:
+    key = kernel, tiles, dtype
+    compiled = _kernels.get(key)
+    if compiled is None:
+        with _lock:
+            if key not in _kernels:
+                _kernels[key] = tilelang.compile(kernel(tiles, dtype), pass_configs=pass_configs)
+            compiled = _kernels[key]
+    return compiled
 
 
 def union(tiles: Tiles, dtype: str) -> Any:
     """``union.union_kernel`` for ``tiles`` and ``"float16"`` or ``"bfloat16"``."""
-    with _lock:
-        return _compile(union_kernel, tiles, dtype)
+    return _compile(union_kernel, tiles, dtype, PASS_CONFIGS)
 
 
 def block_lists(tiles: Tiles, index_dtype: str) -> Any:
     """``block_lists.block_lists_kernel`` for ``tiles`` and ``"int32"`` or ``"int64"``."""
     # Of the tiles, only these matter: problems that differ in the rest share a kernel.
     tiles = tiles._replace(heads=0, D=0, Dv=0, k_stages=0, v_stages=0)
-    with _lock:
-        return _compile(block_lists_kernel, tiles, index_dtype)
+    return _compile(block_lists_kernel, tiles, index_dtype, LIST_PASS_CONFIGS)

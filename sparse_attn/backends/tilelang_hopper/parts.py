@@ -127,8 +127,11 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
             grown = grown | T.Select(row.m[r] > row.m_old[r], 1, 0)
         for r in T.Parallel(ROWS):
             row.shift[r] = T.Select(row.m[r] == -_INF, T.cast(0, f32), row.m[r] * scale)
+        # Exactly 1 where the maximum stays: what exp2 of a rounding error would give instead adds up over many steps.
         for r in T.Parallel(ROWS):
-            row.alpha[r] = T.exp2(row.m_old[r] * scale - row.shift[r])
+            row.alpha[r] = T.Select(
+                row.m[r] > row.m_old[r], T.exp2(row.m_old[r] * scale - row.shift[r]), T.cast(1, f32)
+            )
         if selected is None:
             for r, j in T.Parallel(ROWS, BN):
                 s[r, j] = T.exp2(s[r, j] * scale - row.shift[r])
@@ -149,23 +152,26 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                 o[r, d] *= row.alpha[r]
 
     @T.macro
-    def store(mem, o, row, b, head, heads, first, n):
-        """Results of rows whose first query is ``first``; lse where it is asked for."""
+    def store(mem, o, row, seen, b, head, heads, first, n):
+        """Results of rows whose first query is ``first``; lse where it is asked for.
+
+        A query whose bit in ``seen`` is not set took no box: 0 and -inf, whatever it holds. Its maximum is -inf.
+        """
+        for r in T.Parallel(ROWS):
+            row.sum[r] = T.Select(((seen >> query_of(r)) & 1) != 0, row.sum[r], T.cast(0, f32))
         if n.want_lse != 0:
             for r in T.Parallel(ROWS):
                 if head_of(r) < heads and first + query_of(r) < n.N:
                     mem.lse[b, head + head_of(r), first + query_of(r)] = (
                         row.m[r] * n.scale + T.log2(row.sum[r])
                     ) * 0.6931471805599453
-        # The sum is 0 for a row that saw nothing, and then so is the result; NaN stays NaN.
         for r in T.Parallel(ROWS):
-            row.sum[r] = T.Select(row.sum[r] == 0.0, T.cast(0, f32), 1.0 / row.sum[r])
+            row.tmp[r] = 1.0 / row.sum[r]
         for r, d in T.Parallel(ROWS, DVP):
             if head_of(r) < heads and first + query_of(r) < n.N and d < DV:
                 mem.out[b, head + head_of(r), first + query_of(r), d] = T.cast(
-                    o[r, d] * row.sum[r], dtype
+                    T.Select(row.sum[r] == 0.0, T.cast(0, f32), o[r, d] * row.tmp[r]), dtype
                 )
-
 
     @T.macro
     def load_keys_and_values(mem, n, cta, grid):

@@ -12,7 +12,7 @@ SHARED_BYTES = 227 * 1024 - 1024
 # Rows that one warpgroup multiplies: queries times heads.
 _ROWS = 64
 # Below so many tiles, a kernel that splits the blocks of one query keeps more of the GPU busy.
-_FEW_TILES = 64
+_FEW_TILES = 100
 # Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic.
 _LITTLE_SHARING = 2.0
 
@@ -67,11 +67,9 @@ def plan(g: int, D: int, Dv: int, block_size: int) -> Tiles:
         D, Dv: multiples of 8, at most 256.
         block_size: a multiple of 8.
     """
-    wide = max(D, Dv) > 128  # sums of 64 x 256 take half of the registers: one warpgroup, half the keys
-    heads = heads_of_tile(g)
-    warpgroups = 1 if wide else 2
+    heads, warpgroups = heads_of_tile(g), _warpgroups(D, Dv)
     box = min(128, block_size & -block_size)
-    BN = 64 if wide or box < 32 else 128  # many boxes in a step take registers, too
+    BN = 64 if warpgroups == 1 or box < 32 else 128  # many boxes in a step take registers, too
     box = min(BN, box)
     for k_stages, v_stages in ((4, 8), (2, 4)):
         tiles = Tiles(heads, warpgroups * _ROWS // heads, BN, box, D, Dv, warpgroups, k_stages, v_stages)
@@ -85,18 +83,24 @@ def heads_of_tile(g: int) -> int:
     return min(_ROWS, max(4, 1 << (g - 1).bit_length()))
 
 
+def _warpgroups(D: int, Dv: int) -> int:
+    """Sums of 64 x 256 take half of the registers: one warpgroup has them to itself, and takes half the keys."""
+    return 1 if max(D, Dv) > 128 else 2
+
+
 def few_or_sparse(problem: Problem) -> list[str]:
     """Why another kernel than a union of many queries should run ``problem``: by argument, see docs/performance.md."""
     heads = heads_of_tile(problem.group)
-    T = 2 * _ROWS // heads
+    T = _warpgroups(problem.D, problem.Dv) * _ROWS // heads
     reasons = []
     tiles = problem.B * problem.Hk * -(-problem.group // heads) * -(-problem.N // T)
     if tiles < _FEW_TILES:
-        reasons.append(f"is slow for few queries: {_FEW_TILES} tiles of {T} fill a GPU, got {tiles}")
+        reasons.append(f"is slow for few queries: fewer than {_FEW_TILES} tiles of {T} leave a GPU idle, got {tiles}")
     # The middle query, if as many blocks are in its reach as there are and it selects as many as it may.
-    reach = problem.num_blocks if problem.has_q_offset else max(1, min(problem.N // 2, problem.M) // problem.block_size)
+    reach = problem.num_blocks if problem.has_q_offset else min(problem.N // 2, problem.M) // problem.block_size
+    reach, T = max(1, reach), max(1, min(T, problem.N))
     share = min(1.0, problem.topk / reach)
-    sharing = T * share / (1 - (1 - share) ** T) if share > 0 else 1.0
+    sharing = T * share / (1 - (1 - share) ** T) if share > 0 else 0.0
     if sharing < _LITTLE_SHARING:
         reasons.append(
             f"is slow where neighbours share few blocks: {sharing:.1f} of {T} queries take a block if each chooses "

@@ -74,6 +74,7 @@ def union_kernel(tiles: Tiles, dtype: str):
             total = T.alloc_var(i32)
             end = T.alloc_var(i32)
             held = T.alloc_var(i32)
+            seen = T.alloc_var(i32)  # this warpgroup's queries that take any box
             c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
             c = 0
             do.locate(next_place, cta, n)
@@ -97,6 +98,7 @@ def union_kernel(tiles: Tiles, dtype: str):
                 if do.ahead:
                     for x in T.unroll(P):
                         next_mask[x] = mem.masks[listed, x]
+                seen = 0
                 T.fill(o, 0)
                 T.fill(row.sum, 0)
                 T.fill(row.m, -_INF)
@@ -104,6 +106,8 @@ def union_kernel(tiles: Tiles, dtype: str):
                 # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
                 for t in T.serial(masked):
                     do.advance(mask, next_mask, mem.masks, listed, t)
+                    for x in T.unroll(P):
+                        seen = seen | (mask[x] >> (w * TW))
                     T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
                     multiply(mem, s, c)
                     T.wait_wgmma(0)
@@ -132,6 +136,7 @@ def union_kernel(tiles: Tiles, dtype: str):
                         for x in T.unroll(P):
                             mask[x] = mask[x] >> (w * TW)
                             needed = needed | mask[x]
+                        seen = seen | needed
                         T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
                         if (needed & LOW) != 0:
                             multiply(mem, s, c)
@@ -166,7 +171,7 @@ def union_kernel(tiles: Tiles, dtype: str):
                         c = c + 1
                 else:
                     T.barrier_arrive(mem.q_free[w])
-                do.store(mem, o, row, b, head, heads, first + w * TW, n)
+                do.store(mem, o, row, seen, b, head, heads, first + w * TW, n)
 
         return body
 
