@@ -38,7 +38,8 @@ STEP = 128  # keys for which wgmma reads the queries from shared memory once
 _BYTES = 2  # fp16
 
 # Per clock and SM (Hopper): dense fp16 FLOP of wgmma (989 TFLOP/s for 132 SMs at 1.83 GHz), bytes of shared memory, and
-# exponentials. mma.sync reaches 62 % of wgmma in published microbenchmarks of an H100 (arXiv 2402.13499).
+# exponentials. mma.sync: assumed at 62 % of wgmma on an H100; the prototype of `exact` is bound by shared memory, so
+# that no measurement here tells.
 WGMMA, SHARED, EXP = 4096, 128, 16
 MMA_SHARE = 0.62
 

@@ -65,7 +65,7 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
     compiled = compile_source(source)
     assert compiled.spills == 0
     assert compiled.warnings == []
-    # Of 65536 registers, what all threads are started with, and what they have after they are shared out anew.
+    # All threads are started with as many, of 65536.
     assert compiled.registers * 128 * (tiles.warpgroups + 1) <= 65536
 
 
@@ -135,8 +135,8 @@ def test_what_is_left_to_others() -> None:
     (reason,) = slow_for(large._replace(N=65536, M=65536, topk=16))
     assert reason.startswith("is slow where neighbours share few blocks: 1.1 of 8 queries")
     assert slow_for(large._replace(D=100, block_size=100)) == [
-        "copies k and v for blocks of 100 keys: none for multiples of 8",
-        "copies tensors for D=100: none for multiples of 8",
+        "copies k and v for blocks of 100 keys, to read blocks of 128",
+        "copies tensors for D=100, which is no multiple of 8",
     ]
     (reason,) = slow_for(large._replace(N=65536, M=65536, topk=16))
     assert reason.startswith("is slow where neighbours share few blocks: 1.1 of 8 queries take a block")

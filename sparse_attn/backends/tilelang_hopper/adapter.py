@@ -59,9 +59,10 @@ class TileLangBackend:
     def slow_for(self, problem: Problem) -> Sequence[str]:
         reasons = few_or_sparse(problem)
         if problem.block_size < problem.M and packed_block(problem.block_size) != problem.block_size:
-            reasons.append(f"copies k and v for blocks of {problem.block_size} keys: none for multiples of 8")
+            size = packed_block(problem.block_size)
+            reasons.append(f"copies k and v for blocks of {problem.block_size} keys, to read blocks of {size}")
         reasons += [
-            f"copies tensors for {name}={value}: none for multiples of {_ALIGNED_FEATURES}"
+            f"copies tensors for {name}={value}, which is no multiple of {_ALIGNED_FEATURES}"
             for name, value in (("D", problem.D), ("Dv", problem.Dv))
             if value % _ALIGNED_FEATURES
         ]
@@ -162,7 +163,7 @@ def packed(x: Tensor, block_size: int, packed_size: int) -> Tensor:
 
 
 def for_tma(x: Tensor) -> Tensor:
-    """q, k or v as TMA takes it: x, or its copy, with zeros behind the last feature if their number is odd."""
+    """q, k or v as TMA takes it: x, or its copy, with zeros behind the last feature if they are no multiple of 8."""
     if x.requires_grad:
         x = x.detach()  # what is exported to another library must not ask for gradients
     features = -(-x.shape[3] // _ALIGNED_FEATURES) * _ALIGNED_FEATURES

@@ -15,6 +15,8 @@ A list is made of steps of ``BN // box`` boxes, in this order:
 A list that is not empty has a masked step.
 """
 
+from types import SimpleNamespace
+
 import tilelang.language as T
 
 from .plan import Tiles
@@ -119,10 +121,11 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
                         start = chunk * _BLOCKS
                         size = T.min(_BLOCKS, stop - start)
                         if fills == 0 or stop > _BLOCKS:
-                            collect(
-                                index, masks, warp, lane, b, h,
-                                Sizes(first_query, start, size, stop, block_size, q_offset),
+                            n = SimpleNamespace(
+                                first_query=first_query, start=start, size=size, stop=stop, block_size=block_size,
+                                q_offset=q_offset,
                             )  # fmt: skip
+                            collect(index, masks, warp, lane, b, h, n)
                         for z in T.serial((size * boxes_per_block + _LANES - 1) // _LANES):
                             box = z * _LANES + lane
                             block = T.truncdiv(box, boxes_per_block)
@@ -200,11 +203,3 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
                             masks_out[row, place[4] + lane] = 0
 
     return sparse_attn_block_lists
-
-
-class Sizes:
-    """What ``collect`` has to know of a tile, to hand it over as one thing."""
-
-    def __init__(self, first_query, start, size, stop, block_size, q_offset) -> None:
-        self.first_query, self.start, self.size, self.stop = first_query, start, size, stop
-        self.block_size, self.q_offset = block_size, q_offset

@@ -18,9 +18,8 @@ PASS_CONFIGS: dict[Any, bool] = {
     _Key.TL_ENABLE_FAST_MATH: True,  # exp2 as one instruction
     _Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # the kernels guard what can be outside
     _Key.TL_DISABLE_WARP_SPECIALIZED: True,  # done by hand
+    _Key.TL_DISABLE_BUFFER_INIT_CHECK: True,  # it warns of what is only read after it was written
 }
-if hasattr(_Key, "TL_DISABLE_BUFFER_INIT_CHECK"):  # it warns of what is only read after it was written
-    PASS_CONFIGS[_Key.TL_DISABLE_BUFFER_INIT_CHECK] = True
 # Warps of this kernel share nothing, and wait for their own lanes by themselves.
 LIST_PASS_CONFIGS = {**PASS_CONFIGS, _Key.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 _kernels: dict[tuple[Any, Tiles, str], Any] = {}

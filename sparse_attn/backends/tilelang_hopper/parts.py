@@ -147,6 +147,7 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
 
     @T.macro
     def rescale(o, row, grown):
+        """Sums to the maxima that they are to refer to, in warps where one grew."""
         if T.any_sync(grown != 0):
             for r, d in T.Parallel(ROWS, DVP):
                 o[r, d] *= row.alpha[r]
@@ -232,7 +233,7 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                     next_box[x] = first_box[x]
 
     return SimpleNamespace(
-        locate=locate, advance=advance, whereabouts=whereabouts, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+        locate=locate, advance=advance, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
         store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, ahead=ahead,
     )  # fmt: skip
 
