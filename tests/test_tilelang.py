@@ -17,7 +17,6 @@ import sparse_attn
 from sparse_attn.backends.tilelang_hopper import compiled
 from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed, packed_block
 from sparse_attn.backends.tilelang_hopper.block_lists import block_lists_kernel
-from sparse_attn.backends.tilelang_hopper.compiled import LIST_PASS_CONFIGS
 from sparse_attn.backends.tilelang_hopper.plan import SHARED_BYTES, Tiles, plan
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 from sparse_attn.contract import Device, Problem
@@ -72,7 +71,7 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("name", ["contest", "group1", "d192_dv128_block8"])
 def test_list_kernels_compile(name: str, index_dtype: str) -> None:
-    source = lower(block_lists_kernel(VARIANTS[name], index_dtype), LIST_PASS_CONFIGS)
+    source = lower(block_lists_kernel(VARIANTS[name], index_dtype))
     assert "__syncthreads" not in source
     assert "__syncwarp" in source
     if NVCC is None:

@@ -27,6 +27,8 @@ _MAX_GRID = 65535
 _LOG2E = 1.4426950408889634
 # Boxes of a block for which it is not worth a copy of k and v to have fewer.
 _FEW_BOXES = 8
+# Of keys and values in use at a time: a third of the L2 of an H100, H200 or H20.
+_L2_BYTES = 16 * 2**20
 # Features of a row: TMA copies rows that are multiples of 16 bytes.
 _ALIGNED_FEATURES = 8
 
@@ -66,8 +68,6 @@ class TileLangBackend:
             for name, value in (("D", problem.D), ("Dv", problem.Dv))
             if value % _ALIGNED_FEATURES
         ]
-        if problem.dtype == torch.bfloat16:
-            reasons.append("has run in fp16 only: its bf16 kernels were compiled")
         return reasons
 
     def __call__(
@@ -135,11 +135,16 @@ def _run(
     compiled.union(tiles, _DTYPES[q.dtype])(
         q, k, v, listed, masks, counts, out, _nothing(device) if lse is None else lse,
         scale, int(return_lse), M, block_size, boxes_per_block, q_offset, g, chunks, tiles_of_head,
-        min(_multiprocessors(device), lists * chunks),
+        together(M, q.shape[3] + v.shape[3]) * chunks, min(_multiprocessors(device), lists * chunks),
     )  # fmt: skip
     if v.shape[3] != Dv:
         out = out[..., :Dv].contiguous()
     return out, lse
+
+
+def together(M: int, features: int) -> int:
+    """Key/value heads whose keys and values are to be in the L2 at the same time."""
+    return max(1, _L2_BYTES // (2 * M * features))
 
 
 def packed_block(block_size: int) -> int:

@@ -79,6 +79,7 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
         tiles_of_head: i32,
     ):
         with T.Kernel(T.ceildiv(tiles_of_head, WARPS), Hk, B, threads=_LANES * WARPS) as (bx, h, b):
+            T.pdl_trigger()  # the kernel that walks them may be started, and waits by itself
             masks = T.alloc_shared([WARPS, _BLOCKS], i32)
             thread = T.get_thread_binding()
             lane = thread % _LANES

@@ -19,9 +19,8 @@ PASS_CONFIGS: dict[Any, bool] = {
     _Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # the kernels guard what can be outside
     _Key.TL_DISABLE_WARP_SPECIALIZED: True,  # done by hand
     _Key.TL_DISABLE_BUFFER_INIT_CHECK: True,  # it warns of what is only read after it was written
+    _Key.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # done by hand: warps and warpgroups wait for themselves alone
 }
-# Warps of this kernel share nothing, and wait for their own lanes by themselves.
-LIST_PASS_CONFIGS = {**PASS_CONFIGS, _Key.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 _kernels: dict[tuple[Any, Tiles, str], Any] = {}
 # Two threads that need a kernel at once compile it once; TileLang's compiler is not known to be safe for threads.
 _lock = threading.Lock()
@@ -37,24 +36,24 @@ def missing_compiler() -> str | None:
     return None
 
 
-def _compile(kernel: Any, tiles: Tiles, dtype: str, pass_configs: dict[Any, bool]) -> Any:
+def _compile(kernel: Any, tiles: Tiles, dtype: str) -> Any:
     key = kernel, tiles, dtype
     compiled = _kernels.get(key)
     if compiled is None:
         with _lock:
             if key not in _kernels:
-                _kernels[key] = tilelang.compile(kernel(tiles, dtype), pass_configs=pass_configs)
+                _kernels[key] = tilelang.compile(kernel(tiles, dtype), pass_configs=PASS_CONFIGS)
             compiled = _kernels[key]
     return compiled
 
 
 def union(tiles: Tiles, dtype: str) -> Any:
     """``union.union_kernel`` for ``tiles`` and ``"float16"`` or ``"bfloat16"``."""
-    return _compile(union_kernel, tiles, dtype, PASS_CONFIGS)
+    return _compile(union_kernel, tiles, dtype)
 
 
 def block_lists(tiles: Tiles, index_dtype: str) -> Any:
     """``block_lists.block_lists_kernel`` for ``tiles`` and ``"int32"`` or ``"int64"``."""
     # Of the tiles, only these matter: problems that differ in the rest share a kernel.
     tiles = tiles._replace(heads=0, D=0, Dv=0, k_stages=0, v_stages=0)
-    return _compile(block_lists_kernel, tiles, index_dtype, LIST_PASS_CONFIGS)
+    return _compile(block_lists_kernel, tiles, index_dtype)

@@ -38,17 +38,37 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
     f32, i32 = T.float32, T.int32
 
     @T.macro
-    def locate(place, item, n):
-        """Of an item of work: its list, batch entry, first head, key/value head, first query, valid heads."""
-        place[2] = T.truncdiv(item, n.tiles)
-        place[4] = (n.tiles - 1 - (item - place[2] * n.tiles)) * TQ  # the longest first
-        place[3] = T.truncdiv(place[2], n.chunks)
-        place[5] = (place[2] - place[3] * n.chunks) * HP
-        place[0] = place[3] * n.tiles + T.truncdiv(place[4], TQ)
+    def locate(place, turn, cta, grid, n):
+        """Of a block's item number ``turn``: its list, batch entry, first head, key/value head, first query, valid heads.
+
+        Items of ``n.together`` lists are taken together, the longest first, and dealt out there and back again: to the
+        first block the longest, to the last the shortest, then the other way round. Blocks end at about the same time.
+        """
+        place[4] = turn * grid + T.Select(turn % 2 == 0, cta, grid - 1 - cta)
+        place[4] = T.min(place[4], n.items - 1)
+        place[0] = T.truncdiv(place[4], n.together * n.tiles)
+        place[4] = place[4] - place[0] * (n.together * n.tiles)
+        place[0] = place[0] * n.together
+        place[1] = T.min(n.together, n.columns - place[0])
+        place[2] = T.truncdiv(place[4], place[1])
+        place[0] = place[0] + place[4] - place[2] * place[1]
+        place[4] = n.tiles - 1 - place[2]  # the longest first
+        place[3] = T.truncdiv(place[0], n.chunks)
+        place[5] = (place[0] - place[3] * n.chunks) * HP
+        place[0] = place[3] * n.tiles + place[4]
+        place[4] = place[4] * TQ
         place[1] = T.truncdiv(place[3], n.Hk)
         place[3] = place[3] - place[1] * n.Hk
         place[2] = place[3] * n.g + place[5]
         place[5] = n.g - place[5]
+
+    @T.macro
+    def turns_of(turns: T.Ref, cta, grid, n):
+        """Items that a block takes."""
+        turns = T.truncdiv(n.items, grid)
+        turns = turns + T.Select(
+            n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0
+        )  # noqa: F841 -- arguments that are references are assigned to
 
     @T.macro
     def advance(now, then, values, listed, t):
@@ -72,17 +92,39 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
             hidden = 0  # noqa: F841 -- arguments that are references are assigned to
 
     @T.macro
-    def hide(mem, s, limit, mask, listed, t, first, first_of_rows, bit, any_hidden: T.Ref, n):
-        """Scores of keys that a row does not see become -inf; ``any_hidden``: whether some key is behind all queries.
+    def look(any_hidden: T.Ref, box_of, mask, first, n):
+        """Whether some key of a step's boxes is behind all queries that take it: ``box_of(x)``, with these masks."""
+        block = T.alloc_var(i32)
+        start = T.alloc_var(i32)
+        hidden = T.alloc_var(i32)
+        any_hidden = 0
+        for x in boxes:
+            whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+            any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
+
+    @T.macro
+    def zero_hidden(mem, step, box_of, mask, first, n):
+        """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
+        block = T.alloc_var(i32)
+        start = T.alloc_var(i32)
+        hidden = T.alloc_var(i32)
+        for x in boxes:
+            whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+            for r, d in T.Parallel(BX, DVP):
+                if r >= hidden:
+                    mem.v[step & (VST - 1), x * BX + r, d] = 0
+
+    @T.macro
+    def hide(s, limit, box_of, mask, first, first_of_rows, bit, n):
+        """Scores of keys that a row does not see become -inf.
 
         ``first`` is the tile's first query, ``first_of_rows`` that of these rows, whose bit in the masks is ``bit``.
         """
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
-        any_hidden = 0
         for x in boxes:
-            whereabouts(block, start, hidden, mem.boxes[listed, t * P + x], mask[x], first, n)
+            whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
             for r in T.Parallel(ROWS):
                 limit[r] = T.Select(
                     ((mask[x] >> (bit + query_of(r))) & 1) != 0,
@@ -94,19 +136,6 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                 )
             for r, j in T.Parallel(ROWS, BX):
                 s[r, x * BX + j] = T.Select(j <= limit[r], s[r, x * BX + j], T.cast(-_INF, f32))
-            any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
-
-    @T.macro
-    def zero_hidden(mem, step, mask, listed, t, first, n):
-        """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
-        block = T.alloc_var(i32)
-        start = T.alloc_var(i32)
-        hidden = T.alloc_var(i32)
-        for x in boxes:
-            whereabouts(block, start, hidden, mem.boxes[listed, t * P + x], mask[x], first, n)
-            for r, d in T.Parallel(BX, DVP):
-                if r >= hidden:
-                    mem.v[step & (VST - 1), x * BX + r, d] = 0
 
     @T.macro
     def exponentiate(s, row, selected, scale, grown: T.Ref):
@@ -187,20 +216,22 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
         total = T.alloc_var(i32)
         next_total = T.alloc_var(i32)
         c = T.alloc_var(i32)
+        turns = T.alloc_var(i32)
         c = 0
-        locate(place, cta, n)
+        turns_of(turns, cta, grid, n)
+        locate(place, 0, cta, grid, n)
         next_total = (
             mem.counts[place[0], 0] + mem.counts[place[0], 1] + mem.counts[place[0], 2] + mem.counts[place[0], 3]
         )
         if ahead:
             for x in T.unroll(P):
                 next_box[x] = mem.boxes[place[0], x]
-        for item in T.serial((n.items - cta + grid - 1) // grid):
+        for item in T.serial(turns):
             listed = place[0]
             b = place[1]
             h = place[3]
             total = next_total
-            locate(place, T.min(cta + (item + 1) * grid, n.items - 1), n)
+            locate(place, item + 1, cta, grid, n)
             next_total = (
                 mem.counts[place[0], 0] + mem.counts[place[0], 1] + mem.counts[place[0], 2] + mem.counts[place[0], 3]
             )
@@ -233,7 +264,7 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                     next_box[x] = first_box[x]
 
     return SimpleNamespace(
-        locate=locate, advance=advance, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+        locate=locate, turns_of=turns_of, advance=advance, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
         store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, ahead=ahead,
     )  # fmt: skip
 
@@ -288,6 +319,7 @@ def entry(tiles: Tiles, dtype: str, threads: int, run, name: str):
         g: i32,
         chunks: i32,
         tiles_of_head: i32,
+        together: i32,
         grid: i32,
     ):
         with T.Kernel(grid, threads=threads) as cta:
@@ -297,7 +329,7 @@ def entry(tiles: Tiles, dtype: str, threads: int, run, name: str):
             n = SimpleNamespace(
                 scale=scale, want_lse=want_lse, M=M, N=N, block_size=block_size, boxes_per_block=boxes_per_block,
                 q_offset=q_offset, g=g, chunks=chunks, Hk=Hk, tiles=tiles_of_head,
-                items=B * Hk * chunks * tiles_of_head,
+                together=together, columns=B * Hk * chunks, items=B * Hk * chunks * tiles_of_head,
             )  # fmt: skip
             run(mem, n, cta, grid)
 

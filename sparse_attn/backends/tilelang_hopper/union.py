@@ -52,6 +52,16 @@ def union_kernel(tiles: Tiles, dtype: str):
             T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
 
         @T.macro
+        def look_ahead(mem, place, counts, masks, boxes):
+            """What the list of the next tile begins with."""
+            for x in T.unroll(4):
+                counts[x] = mem.counts[place[0], x]
+            if do.ahead:
+                for x in T.unroll(P):
+                    masks[x] = mem.masks[place[0], x]
+                    boxes[x] = mem.boxes[place[0], x]
+
+        @T.macro
         def body(mem, n, cta, grid):
             s = T.alloc_fragment([ROWS, BN], f32)
             p = T.alloc_fragment([ROWS, BN], dtype)
@@ -59,7 +69,10 @@ def union_kernel(tiles: Tiles, dtype: str):
             row = row_state(ROWS)
             limit = T.alloc_fragment([ROWS], i32)
             mask = T.alloc_local([P], i32)
-            next_mask = T.alloc_local([P if do.ahead else 1], i32)
+            box = T.alloc_local([P if do.ahead else 1], i32)
+            next_mask, next_box, first_mask, first_box = (
+                T.alloc_local([P if do.ahead else 1], i32) for _ in range(4)
+            )
             next_counts = T.alloc_local([4], i32)
             next_place = T.alloc_local([6], i32)
             listed = T.alloc_var(i32)
@@ -76,11 +89,16 @@ def union_kernel(tiles: Tiles, dtype: str):
             held = T.alloc_var(i32)
             seen = T.alloc_var(i32)  # this warpgroup's queries that take any box
             c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
+            turns = T.alloc_var(i32)
             c = 0
-            do.locate(next_place, cta, n)
-            for x in T.unroll(4):
-                next_counts[x] = mem.counts[next_place[0], x]
-            for item in T.serial((n.items - cta + grid - 1) // grid):
+            do.turns_of(turns, cta, grid, n)
+            do.locate(next_place, 0, cta, grid, n)
+            look_ahead(mem, next_place, next_counts, first_mask, first_box)
+            for item in T.serial(turns):
+                if do.ahead:
+                    for x in T.unroll(P):
+                        next_mask[x] = first_mask[x]
+                        next_box[x] = first_box[x]
                 listed = next_place[0]
                 b = next_place[1]
                 head = next_place[2]
@@ -92,12 +110,8 @@ def union_kernel(tiles: Tiles, dtype: str):
                 if W == 2:
                     # Steps of one warpgroup alone alternate, until one has no more: it need not wait for the other's.
                     end = end - T.max(next_counts[3 - w] - next_counts[2 + w], 0)
-                do.locate(next_place, T.min(cta + (item + 1) * grid, n.items - 1), n)
-                for x in T.unroll(4):
-                    next_counts[x] = mem.counts[next_place[0], x]
-                if do.ahead:
-                    for x in T.unroll(P):
-                        next_mask[x] = mem.masks[listed, x]
+                do.locate(next_place, item + 1, cta, grid, n)
+                look_ahead(mem, next_place, next_counts, first_mask, first_box)
                 seen = 0
                 T.fill(o, 0)
                 T.fill(row.sum, 0)
@@ -106,22 +120,30 @@ def union_kernel(tiles: Tiles, dtype: str):
                 # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
                 for t in T.serial(masked):
                     do.advance(mask, next_mask, mem.masks, listed, t)
+                    if do.ahead:
+                        for x in T.unroll(P):
+                            box[x] = next_box[x]
+                            next_box[x] = mem.boxes[listed, (t + 1) * P + x]
+                    box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
                     for x in T.unroll(P):
                         seen = seen | (mask[x] >> (w * TW))
                     T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
                     multiply(mem, s, c)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                    do.hide(mem, s, limit, mask, listed, t, first, first + w * TW, w * TW, any_hidden, n)
-                    do.exponentiate(s, row, None, n.scale, grown)
-                    do.rescale(o, row, grown)
-                    T.copy(s, p)
+                    do.look(any_hidden, box_of, mask, first, n)
                     T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                     if any_hidden != 0:
                         # Both warpgroups write the same zeros: neither waits for the other.
-                        do.zero_hidden(mem, c, mask, listed, t, first, n)
+                        do.zero_hidden(mem, c, box_of, mask, first, n)
                         T.fence_proxy_async()
                         T.sync_threads(FIRST_BARRIER + w, 128)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                    if t == end - 1:
+                        T.barrier_arrive(mem.q_free[w])
+                    do.hide(s, limit, box_of, mask, first, first + w * TW, w * TW, n)
+                    do.exponentiate(s, row, None, n.scale, grown)
+                    do.rescale(o, row, grown)
+                    T.copy(s, p)
                     held = c
                     if t < masked - 1:
                         weigh(mem, p, o, c)
@@ -143,6 +165,8 @@ def union_kernel(tiles: Tiles, dtype: str):
                             weigh(mem, p, o, held)
                             T.wait_wgmma(1)
                             T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                            if t == end - 1:  # the next tile's queries may come
+                                T.barrier_arrive(mem.q_free[w])
                             do.exponentiate(
                                 s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown
                             )
@@ -156,10 +180,11 @@ def union_kernel(tiles: Tiles, dtype: str):
                             held = c
                         else:
                             T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                            if t == end - 1:
+                                T.barrier_arrive(mem.q_free[w])
                             T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                             T.barrier_arrive(mem.v_free[c & (VST - 1)])
                         c = c + 1
-                    T.barrier_arrive(mem.q_free[w])
                     weigh(mem, p, o, held)
                     T.wait_wgmma(0)
                     T.barrier_arrive(mem.v_free[held & (VST - 1)])
@@ -179,8 +204,10 @@ def union_kernel(tiles: Tiles, dtype: str):
     def load_queries(mem, n, cta, grid):
         """Another warp's part."""
         place = T.alloc_local([6], i32)
-        for item in T.serial((n.items - cta + grid - 1) // grid):
-            do.locate(place, cta + item * grid, n)
+        turns = T.alloc_var(i32)
+        do.turns_of(turns, cta, grid, n)
+        for item in T.serial(turns):
+            do.locate(place, item, cta, grid, n)
             for w in warpgroups:
                 T.barrier_wait(mem.q_free[w], (item & 1) ^ 1)
                 for y in q_columns:
@@ -215,6 +242,7 @@ def union_kernel(tiles: Tiles, dtype: str):
             q_ready=T.alloc_barrier(arrive_count=[32] * W),
             q_free=T.alloc_barrier(arrive_count=[128] * W),
         )
+        T.pdl_sync()  # the lists: this kernel may be started while they are made
         thread = T.get_thread_binding()
         if thread < 128:
             if W == 2:
