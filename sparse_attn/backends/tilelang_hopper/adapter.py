@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...contract import Problem
 from . import compiled
-from .plan import few_or_sparse, plan
+from .plan import exact_tiles, few_or_sparse, plan, wastes
 
 MAX_FEATURES = 256
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -114,7 +114,12 @@ def _run(
     q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
     q = for_tma(q)
     k, v = (for_tma(packed(x, block_size, packed_size)) for x in (k, v))
-    tiles = plan(g, q.shape[3], v.shape[3], packed_size)
+    device = q.device
+    D, sms = q.shape[3], _multiprocessors(device)
+    exact = exact_tiles(sms, g, D, v.shape[3], packed_size)
+    if exact and not wastes(N, M, topk, block_size, q_offset):
+        exact = None
+    tiles = exact or plan(g, D, v.shape[3], packed_size)
 
     boxes_per_block = packed_size // tiles.box
     tiles_of_head = -(-N // tiles.queries)
@@ -122,7 +127,6 @@ def _run(
     # Two steps more than there are boxes: masked steps are padded, and what follows the last step is read, too.
     capacity = min(boxes, tiles.queries * topk * boxes_per_block) + 2 * (tiles.BN // tiles.box)
     lists = B * Hk * tiles_of_head
-    device = q.device
     listed, masks = (torch.empty(lists, capacity, dtype=torch.int32, device=device) for _ in range(2))
     counts = torch.empty(lists, 4, dtype=torch.int32, device=device)
     out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
@@ -132,10 +136,10 @@ def _run(
         index, listed, masks, counts, M, block_size, boxes_per_block, q_offset, tiles_of_head
     )
     chunks = -(-g // tiles.heads)
-    compiled.union(tiles, _DTYPES[q.dtype])(
+    (compiled.exact if exact else compiled.union)(tiles, _DTYPES[q.dtype])(
         q, k, v, listed, masks, counts, out, _nothing(device) if lse is None else lse,
         scale, int(return_lse), M, block_size, boxes_per_block, q_offset, g, chunks, tiles_of_head,
-        together(M, q.shape[3] + v.shape[3]) * chunks, min(_multiprocessors(device), lists * chunks),
+        together(M, D + v.shape[3]) * chunks, min(sms * (2 if exact else 1), lists * chunks),
     )  # fmt: skip
     if v.shape[3] != Dv:
         out = out[..., :Dv].contiguous()

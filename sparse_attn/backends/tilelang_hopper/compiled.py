@@ -10,6 +10,7 @@ import tilelang
 from tilelang.contrib.nvcc import find_cuda_path
 
 from .block_lists import block_lists_kernel
+from .exact import exact_kernel
 from .plan import Tiles
 from .union import union_kernel
 
@@ -50,6 +51,11 @@ def _compile(kernel: Any, tiles: Tiles, dtype: str) -> Any:
 def union(tiles: Tiles, dtype: str) -> Any:
     """``union.union_kernel`` for ``tiles`` and ``"float16"`` or ``"bfloat16"``."""
     return _compile(union_kernel, tiles, dtype)
+
+
+def exact(tiles: Tiles, dtype: str) -> Any:
+    """``exact.exact_kernel`` for ``tiles`` and ``"float16"`` or ``"bfloat16"``."""
+    return _compile(exact_kernel, tiles, dtype)
 
 
 def block_lists(tiles: Tiles, index_dtype: str) -> Any:

@@ -8,31 +8,69 @@ from .plan import Tiles
 
 # Features of a box of TMA: 128 bytes, the widest swizzle.
 COLUMNS = 64
+# Rows of one warpgroup's wgmma.
+WARPGROUP_ROWS = 64
 # Barriers that this code names; the compiler takes those from 3 on.
 FIRST_BARRIER = 10
 _INF = float("inf")
 # A maximum that grew by less leaves the sums as they are: weights stay below 2**8.
 _LAZY = 8.0
+# Values of 16 bytes.
+_VECTOR = 8
+
+# Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads of
+# a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's time.
+STORE = """
+template <int DV, int DV_PADDED, bool BF16>
+__device__ __forceinline__ void sparse_attn_store(
+    const float* sums, const float* factor, void* row0, void* row1, bool ok0, bool ok1) {
+  const int lane = threadIdx.x & 3;
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    #pragma unroll
+    for (int j = 0; j < DV_PADDED / 32; ++j) {
+      unsigned x[4];
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // A factor of 0 is a row that saw nothing: its sums may be NaN.
+        const float* pair = sums + (4 * j + i) * 4 + 2 * r;
+        const float low = factor[r] == 0.f ? 0.f : pair[0] * factor[r];
+        const float high = factor[r] == 0.f ? 0.f : pair[1] * factor[r];
+        if (BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x[i]) : "f"(high), "f"(low));
+        else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x[i]) : "f"(high), "f"(low));
+      }
+      const bool second = lane & 2, odd = lane & 1;
+      unsigned a = __shfl_xor_sync(~0u, second ? x[0] : x[2], 2);
+      unsigned b = __shfl_xor_sync(~0u, second ? x[1] : x[3], 2);
+      x[0] = second ? a : x[0], x[2] = second ? x[2] : a;
+      x[1] = second ? b : x[1], x[3] = second ? x[3] : b;
+      a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+      b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+      const int column = 32 * j + 8 * lane;
+      if ((r ? ok1 : ok0) && column < DV)
+        *reinterpret_cast<uint4*>(static_cast<char*>(r ? row1 : row0) + 2 * column) =
+            odd ? make_uint4(a, x[1], b, x[3]) : make_uint4(x[0], a, x[2], b);
+    }
+  }
+}
+"""
 
 
-def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNamespace:
-    """Macros for tiles of one shape.
-
-    Args:
-        rows: of the fragments that one group of threads works on together.
-        query_major: whether row r is head ``r % tiles.heads``, else query ``r % (rows // tiles.heads)``.
-    """
-    HP, BN, BX, ROWS = tiles.heads, tiles.BN, tiles.box, rows
+def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
+    """Macros for tiles of one shape. Fragments have 64 rows for each warpgroup, of its own queries."""
+    HP, BN, BX, W = tiles.heads, tiles.BN, tiles.box, tiles.warpgroups
     DV, KST, VST = tiles.Dv, tiles.k_stages, tiles.v_stages
-    TQ, P = tiles.queries, BN // BX
+    TQ, P, ROWS = tiles.queries, BN // BX, WARPGROUP_ROWS * W
+    TW = TQ // W
     DVP = tiles.Dv_padded
     K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
     # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
     boxes = tuple(range(P))
     q_columns, v_columns = tuple(range(0, tiles.D_padded, COLUMNS)), tuple(range(0, DVP, COLUMNS))
-    per_head = rows // HP
-    head_of = (lambda r: r % HP) if query_major else (lambda r: r // per_head)
-    query_of = (lambda r: r // HP) if query_major else (lambda r: r % per_head)
+    # Which head and query of the tile a row is: such that the boxes in which q is loaded are as large as they can be.
+    query_major = HP >= TW
+    head_of = (lambda r: r % HP) if query_major else (lambda r: r % WARPGROUP_ROWS // TW)
+    query_of = (lambda r: r // HP) if query_major else (lambda r: r // WARPGROUP_ROWS * TW + r % TW)
     # What a step of the list says is read one step ahead, unless that takes too many registers.
     ahead = P <= 4
     f32, i32 = T.float32, T.int32
@@ -66,9 +104,7 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
     def turns_of(turns: T.Ref, cta, grid, n):
         """Items that a block takes."""
         turns = T.truncdiv(n.items, grid)
-        turns = turns + T.Select(
-            n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0
-        )  # noqa: F841 -- arguments that are references are assigned to
+        turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)  # noqa: F841 -- arguments that are references are assigned to
 
     @T.macro
     def advance(now, then, values, listed, t):
@@ -103,23 +139,22 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
             any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
 
     @T.macro
-    def zero_hidden(mem, step, box_of, mask, first, n):
+    def zero_hidden(mem, thread, step, box_of, mask, first, n):
         """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
         for x in boxes:
             whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
-            for r, d in T.Parallel(BX, DVP):
+            for z in T.unroll(BX * DVP // _VECTOR // 128):
+                r = (z * 128 + thread) // (DVP // _VECTOR)
                 if r >= hidden:
-                    mem.v[step & (VST - 1), x * BX + r, d] = 0
+                    for y in T.vectorized(_VECTOR):
+                        mem.v[step & (VST - 1), x * BX + r, thread % (DVP // _VECTOR) * _VECTOR + y] = 0
 
     @T.macro
-    def hide(s, limit, box_of, mask, first, first_of_rows, bit, n):
-        """Scores of keys that a row does not see become -inf.
-
-        ``first`` is the tile's first query, ``first_of_rows`` that of these rows, whose bit in the masks is ``bit``.
-        """
+    def hide(s, limit, box_of, mask, first, n):
+        """Scores of keys that a row does not see become -inf."""
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
@@ -127,9 +162,9 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
             whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
             for r in T.Parallel(ROWS):
                 limit[r] = T.Select(
-                    ((mask[x] >> (bit + query_of(r))) & 1) != 0,
+                    ((mask[x] >> query_of(r)) & 1) != 0,
                     T.min(
-                        T.min(first_of_rows + query_of(r) + n.q_offset, n.M - 1) - block - start,
+                        T.min(first + query_of(r) + n.q_offset, n.M - 1) - block - start,
                         n.block_size - start - 1,
                     ),
                     -1,
@@ -182,8 +217,8 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                 o[r, d] *= row.alpha[r]
 
     @T.macro
-    def store(mem, o, row, seen, b, head, heads, first, n):
-        """Results of rows whose first query is ``first``; lse where it is asked for.
+    def store(mem, thread, o, row, seen, b, head, heads, first, n):
+        """Results; lse where it is asked for.
 
         A query whose bit in ``seen`` is not set took no box: 0 and -inf, whatever it holds. Its maximum is -inf.
         """
@@ -196,12 +231,20 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
                         row.m[r] * n.scale + T.log2(row.sum[r])
                     ) * 0.6931471805599453
         for r in T.Parallel(ROWS):
-            row.tmp[r] = 1.0 / row.sum[r]
-        for r, d in T.Parallel(ROWS, DVP):
-            if head_of(r) < heads and first + query_of(r) < n.N and d < DV:
-                mem.out[b, head + head_of(r), first + query_of(r), d] = T.cast(
-                    T.Select(row.sum[r] == 0.0, T.cast(0, f32), o[r, d] * row.tmp[r]), dtype
-                )
+            row.tmp[r] = T.Select(row.sum[r] == 0, T.cast(0, f32), 1.0 / row.sum[r])
+        # A thread's two rows, by the layout that wgmma gives its results.
+        r0 = thread // 32 * 16 + thread % 32 // 4
+        r1 = r0 + 8
+        T.call_extern(
+            "handle",
+            f"sparse_attn_store<{DV}, {DVP}, {str(dtype == 'bfloat16').lower()}>",
+            o.access_ptr("r"),
+            row.tmp.access_ptr("r"),
+            T.address_of(mem.out[b, head + head_of(r0), first + query_of(r0), 0]),
+            T.address_of(mem.out[b, head + head_of(r1), first + query_of(r1), 0]),
+            head_of(r0) < heads and first + query_of(r0) < n.N,
+            head_of(r1) < heads and first + query_of(r1) < n.N,
+        )
 
     @T.macro
     def load_keys_and_values(mem, n, cta, grid):
@@ -265,7 +308,7 @@ def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNames
 
     return SimpleNamespace(
         locate=locate, turns_of=turns_of, advance=advance, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
-        store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, ahead=ahead,
+        store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
     )  # fmt: skip
 
 
@@ -288,7 +331,7 @@ def row_state(rows: int) -> SimpleNamespace:
     return SimpleNamespace(**{name: T.alloc_fragment([rows], T.float32) for name in names})
 
 
-def entry(tiles: Tiles, dtype: str, threads: int, run, name: str):
+def entry(tiles: Tiles, dtype: str, threads: int, run, name: str, prelude: str):
     """The kernel with everything it is launched with; ``run(mem, n, cta, grid)`` is a macro with what it does."""
     D, DV = tiles.D, tiles.Dv
     f32, i32 = T.float32, T.int32
@@ -322,7 +365,7 @@ def entry(tiles: Tiles, dtype: str, threads: int, run, name: str):
         together: i32,
         grid: i32,
     ):
-        with T.Kernel(grid, threads=threads) as cta:
+        with T.Kernel(grid, threads=threads, prelude=prelude) as cta:
             mem = SimpleNamespace(
                 Q=Q, K=K, V=V, out=out, lse=lse, boxes=list_boxes, masks=list_masks, counts=list_counts
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which tiles run a problem, from tables; nothing here touches a device or TileLang."""
+"""Which kernel and tiles run a problem, from tables; nothing here touches a device or TileLang."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ _ROWS = 64
 _FEW_TILES = 100
 # Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic.
 _LITTLE_SHARING = 2.0
+
+# What tells Hopper GPUs apart: how many FLOP of wgmma (fp16, dense) a multiprocessor does in a clock. No property says
+# so; how many multiprocessors there are tells which GPU it is. Others have a Hopper multiprocessor's full rate.
+#
+# | multiprocessors | FLOP / clock | from |
+# |---|---|---|
+# | 132, 114, ... (H100, H200, H800, GH200) | 4096 | 989 TFLOP/s published for 132 at 1.83 GHz |
+# | 78 (H20) | 1037 | 148 TFLOP/s published, at 1.83 GHz |
+_FULL_RATE = 4096
+_RATES = {78: 1037}
+# The exact kernel reads k and v from shared memory for each query alone, at 128 bytes a clock: 64 keys of 128 + 128
+# features in 256 clocks. At the full rate their products take 128, at a quarter of it 506.
+_SLOW_RATE = 2048
+# Products of the union kernel for each that is needed, expected if each query chooses by itself: below, no kernel that
+# multiplies 16 columns at a time makes up for what that costs. By argument: see "The H20, on paper" in
+# docs/performance.md.
+_WASTE = 1.15
 
 
 class Tiles(NamedTuple):
@@ -56,6 +73,42 @@ class Tiles(NamedTuple):
         """Shared memory of the tiles."""
         q = self.warpgroups * _ROWS * self.D_padded
         return 2 * (q + self.BN * (self.k_stages * self.D_padded + self.v_stages * self.Dv_padded))
+
+
+def exact_tiles(sms: int, g: int, D: int, Dv: int, block_size: int) -> Tiles | None:
+    """Tiles of the exact kernel if a GPU with ``sms`` multiprocessors calls for it and it can run this; else None.
+
+    It has 16 heads, boxes of 64 keys, and sums of up to 128 features.
+    """
+    if _RATES.get(sms, _FULL_RATE) > _SLOW_RATE:
+        return None
+    if heads_of_tile(g) != 16 or block_size % 64 != 0 or max(D, Dv) > 128:
+        return None
+    return Tiles(16, 4, 64, 64, D, Dv, 1, 2, 2)
+
+
+def wastes(N: int, M: int, topk: int, block_size: int, q_offset: int) -> bool:
+    """Whether the union kernel would multiply much that nobody selected."""
+    # Blocks, not keys: decoding, where q_offset grows from call to call, is to find its answer again.
+    return expected_waste(N, M, topk, block_size, q_offset // block_size) > _WASTE
+
+
+@lru_cache(maxsize=4096)
+def expected_waste(N: int, M: int, topk: int, block_size: int, first_block: int) -> float:
+    """Pairs of 4 queries and a block that any of them takes, times 4, for each pair of a query and a block.
+
+    If each chooses as many blocks as it may, at random, among those in its reach. The first query stands in
+    ``first_block``.
+    """
+    pairs = union = 0.0
+    step = max(1, N // 64)
+    for query in range(step // 2, N, step):
+        reach = min(-(-M // block_size), query // block_size + first_block + 1)
+        if reach > 0:
+            share = min(1.0, topk / reach)
+            pairs += 4 * reach * share
+            union += 4 * reach * (1 - (1 - share) ** 4)
+    return union / pairs if pairs else 1.0
 
 
 @lru_cache(maxsize=4096)

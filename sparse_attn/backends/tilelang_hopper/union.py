@@ -14,191 +14,181 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .parts import COLUMNS, FIRST_BARRIER, entry, parts, rings, row_state
+from .parts import COLUMNS, FIRST_BARRIER, STORE, WARPGROUP_ROWS, entry, parts, rings, row_state
 from .plan import Tiles
 
-# Rows of a warpgroup's tile: the M of wgmma.
-ROWS = 64
 _INF = float("inf")
 
 
 def union_kernel(tiles: Tiles, dtype: str):
     """The kernel for tiles of one shape, to be compiled; lengths, strides and batch are arguments of it."""
-    HP, BN, W, KST, VST = tiles.heads, tiles.BN, tiles.warpgroups, tiles.k_stages, tiles.v_stages
-    TW, P = tiles.queries // W, tiles.BN // tiles.box
-    DP, DVP = tiles.D_padded, tiles.Dv_padded
+    BN, W, KST, VST = tiles.BN, tiles.warpgroups, tiles.k_stages, tiles.v_stages
+    HP, TW, P = tiles.heads, tiles.queries // tiles.warpgroups, tiles.BN // tiles.box
+    DP, DVP, ROWS = tiles.D_padded, tiles.Dv_padded, WARPGROUP_ROWS * W
     LOW = (1 << TW) - 1
     K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
     # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
     warpgroups, q_columns = tuple(range(W)), tuple(range(0, DP, COLUMNS))
-    # Which head and query a row is: such that the boxes in which q is loaded are as large as they can be.
-    query_major = HP >= TW
-    loads = tuple(range(TW if query_major else HP))
-    do = parts(tiles, dtype, ROWS, query_major)
+    do = parts(tiles, dtype)
+    loads = tuple(range(TW if do.query_major else HP))
     f32, i32 = T.float32, T.int32
     full_rows = T.GemmWarpPolicy.FullRow
 
-    def consumer(w: int):
-        """One warpgroup's part."""
+    @T.macro
+    def multiply(mem, s, step):
+        T.wgmma_gemm(
+            mem.q[:, :], mem.k[step & (KST - 1), :, :], s, transpose_B=True, policy=full_rows, clear_accum=True
+        )
 
-        @T.macro
-        def multiply(mem, s, step):
-            T.wgmma_gemm(
-                mem.q[w, :, :], mem.k[step & (KST - 1), :, :], s, transpose_B=True, policy=full_rows, clear_accum=True
-            )
+    @T.macro
+    def weigh(mem, p, o, step):
+        T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
 
-        @T.macro
-        def weigh(mem, p, o, step):
-            T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
+    @T.macro
+    def look_ahead(mem, place, counts, masks, boxes):
+        """What the list of the next tile begins with."""
+        for x in T.unroll(4):
+            counts[x] = mem.counts[place[0], x]
+        if do.ahead:
+            for x in T.unroll(P):
+                masks[x] = mem.masks[place[0], x]
+                boxes[x] = mem.boxes[place[0], x]
 
-        @T.macro
-        def look_ahead(mem, place, counts, masks, boxes):
-            """What the list of the next tile begins with."""
-            for x in T.unroll(4):
-                counts[x] = mem.counts[place[0], x]
+    @T.macro
+    def consume(mem, n, cta, grid):
+        """The warpgroups that multiply: each for itself, but for what they share in memory."""
+        s = T.alloc_fragment([ROWS, BN], f32)
+        p = T.alloc_fragment([ROWS, BN], dtype)
+        o = T.alloc_fragment([ROWS, DVP], f32)
+        row = row_state(ROWS)
+        limit = T.alloc_fragment([ROWS], i32)
+        mask = T.alloc_local([P], i32)
+        box = T.alloc_local([P if do.ahead else 1], i32)
+        next_mask, next_box, first_mask, first_box = (T.alloc_local([P if do.ahead else 1], i32) for _ in range(4))
+        next_counts = T.alloc_local([4], i32)
+        next_place = T.alloc_local([6], i32)
+        listed = T.alloc_var(i32)
+        b = T.alloc_var(i32)
+        head = T.alloc_var(i32)
+        first = T.alloc_var(i32)
+        heads = T.alloc_var(i32)
+        needed = T.alloc_var(i32)
+        any_hidden = T.alloc_var(i32)
+        grown = T.alloc_var(i32)
+        masked = T.alloc_var(i32)
+        total = T.alloc_var(i32)
+        end = T.alloc_var(i32)
+        held = T.alloc_var(i32)
+        seen = T.alloc_var(i32)  # this warpgroup's queries that take any box
+        c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
+        turns = T.alloc_var(i32)
+        thread = T.get_thread_binding()
+        w = T.shfl_sync(thread // 128, 0) if W == 2 else 0
+        c = 0
+        do.turns_of(turns, cta, grid, n)
+        do.locate(next_place, 0, cta, grid, n)
+        look_ahead(mem, next_place, next_counts, first_mask, first_box)
+        for item in T.serial(turns):
             if do.ahead:
                 for x in T.unroll(P):
-                    masks[x] = mem.masks[place[0], x]
-                    boxes[x] = mem.boxes[place[0], x]
-
-        @T.macro
-        def body(mem, n, cta, grid):
-            s = T.alloc_fragment([ROWS, BN], f32)
-            p = T.alloc_fragment([ROWS, BN], dtype)
-            o = T.alloc_fragment([ROWS, DVP], f32)
-            row = row_state(ROWS)
-            limit = T.alloc_fragment([ROWS], i32)
-            mask = T.alloc_local([P], i32)
-            box = T.alloc_local([P if do.ahead else 1], i32)
-            next_mask, next_box, first_mask, first_box = (
-                T.alloc_local([P if do.ahead else 1], i32) for _ in range(4)
-            )
-            next_counts = T.alloc_local([4], i32)
-            next_place = T.alloc_local([6], i32)
-            listed = T.alloc_var(i32)
-            b = T.alloc_var(i32)
-            head = T.alloc_var(i32)
-            first = T.alloc_var(i32)
-            heads = T.alloc_var(i32)
-            needed = T.alloc_var(i32)
-            any_hidden = T.alloc_var(i32)
-            grown = T.alloc_var(i32)
-            masked = T.alloc_var(i32)
-            total = T.alloc_var(i32)
-            end = T.alloc_var(i32)
-            held = T.alloc_var(i32)
-            seen = T.alloc_var(i32)  # this warpgroup's queries that take any box
-            c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
-            turns = T.alloc_var(i32)
-            c = 0
-            do.turns_of(turns, cta, grid, n)
-            do.locate(next_place, 0, cta, grid, n)
+                    next_mask[x] = first_mask[x]
+                    next_box[x] = first_box[x]
+            listed = next_place[0]
+            b = next_place[1]
+            head = next_place[2]
+            first = next_place[4]
+            heads = next_place[5]
+            masked = next_counts[0]
+            total = next_counts[0] + next_counts[1] + next_counts[2] + next_counts[3]
+            end = total  # of the steps that may be this warpgroup's
+            if W == 2:
+                # Steps of one warpgroup alone alternate, until one has no more: it need not wait for the other's.
+                ahead_of = next_counts[3] - next_counts[2]
+                end = end - T.max(T.Select(w == 0, ahead_of, -ahead_of), 0)
+            do.locate(next_place, item + 1, cta, grid, n)
             look_ahead(mem, next_place, next_counts, first_mask, first_box)
-            for item in T.serial(turns):
+            seen = 0
+            T.fill(o, 0)
+            T.fill(row.sum, 0)
+            T.fill(row.m, -_INF)
+            T.barrier_wait(mem.q_ready[w], item & 1)
+            # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
+            for t in T.serial(masked):
+                do.advance(mask, next_mask, mem.masks, listed, t)
                 if do.ahead:
                     for x in T.unroll(P):
-                        next_mask[x] = first_mask[x]
-                        next_box[x] = first_box[x]
-                listed = next_place[0]
-                b = next_place[1]
-                head = next_place[2]
-                first = next_place[4]
-                heads = next_place[5]
-                masked = next_counts[0]
-                total = next_counts[0] + next_counts[1] + next_counts[2] + next_counts[3]
-                end = total  # of the steps that may be this warpgroup's
-                if W == 2:
-                    # Steps of one warpgroup alone alternate, until one has no more: it need not wait for the other's.
-                    end = end - T.max(next_counts[3 - w] - next_counts[2 + w], 0)
-                do.locate(next_place, item + 1, cta, grid, n)
-                look_ahead(mem, next_place, next_counts, first_mask, first_box)
-                seen = 0
-                T.fill(o, 0)
-                T.fill(row.sum, 0)
-                T.fill(row.m, -_INF)
-                T.barrier_wait(mem.q_ready[w], item & 1)
-                # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
-                for t in T.serial(masked):
+                        box[x] = next_box[x]
+                        next_box[x] = mem.boxes[listed, (t + 1) * P + x]
+                box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
+                for x in T.unroll(P):
+                    seen = seen | mask[x]
+                T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                multiply(mem, s, c)
+                do.look(any_hidden, box_of, mask, first, n)
+                T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                if any_hidden != 0:
+                    # Both warpgroups write the same zeros: neither waits for the other.
+                    do.zero_hidden(mem, thread % 128, c, box_of, mask, first, n)
+                    T.fence_proxy_async()
+                    T.sync_threads(FIRST_BARRIER + w, 128)
+                T.wait_wgmma(0)
+                T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                if t == end - 1:
+                    T.barrier_arrive(mem.q_free[w])
+                do.hide(s, limit, box_of, mask, first, n)
+                do.exponentiate(s, row, None, n.scale, grown)
+                do.rescale(o, row, grown)
+                T.copy(s, p)
+                held = c
+                if t < masked - 1:
+                    weigh(mem, p, o, c)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(mem.v_free[c & (VST - 1)])
+                c = c + 1
+            if masked > 0:  # else the list is empty
+                for t_ in T.serial(end - masked):
+                    t = t_ + masked
                     do.advance(mask, next_mask, mem.masks, listed, t)
-                    if do.ahead:
-                        for x in T.unroll(P):
-                            box[x] = next_box[x]
-                            next_box[x] = mem.boxes[listed, (t + 1) * P + x]
-                    box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
+                    needed = 0
                     for x in T.unroll(P):
-                        seen = seen | (mask[x] >> (w * TW))
+                        needed = needed | mask[x]
+                    seen = seen | needed
                     T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
-                    multiply(mem, s, c)
-                    do.look(any_hidden, box_of, mask, first, n)
-                    T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
-                    if any_hidden != 0:
-                        # Both warpgroups write the same zeros: neither waits for the other.
-                        do.zero_hidden(mem, c, box_of, mask, first, n)
-                        T.fence_proxy_async()
-                        T.sync_threads(FIRST_BARRIER + w, 128)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                    if t == end - 1:
-                        T.barrier_arrive(mem.q_free[w])
-                    do.hide(s, limit, box_of, mask, first, first + w * TW, w * TW, n)
-                    do.exponentiate(s, row, None, n.scale, grown)
-                    do.rescale(o, row, grown)
-                    T.copy(s, p)
-                    held = c
-                    if t < masked - 1:
-                        weigh(mem, p, o, c)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(mem.v_free[c & (VST - 1)])
-                    c = c + 1
-                if masked > 0:  # else the list is empty
-                    for t_ in T.serial(end - masked):
-                        t = t_ + masked
-                        do.advance(mask, next_mask, mem.masks, listed, t)
-                        needed = 0
-                        for x in T.unroll(P):
-                            mask[x] = mask[x] >> (w * TW)
-                            needed = needed | mask[x]
-                        seen = seen | needed
-                        T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
-                        if (needed & LOW) != 0:
-                            multiply(mem, s, c)
-                            weigh(mem, p, o, held)
-                            T.wait_wgmma(1)
-                            T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                            if t == end - 1:  # the next tile's queries may come
-                                T.barrier_arrive(mem.q_free[w])
-                            do.exponentiate(
-                                s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown
-                            )
-                            # The fence, and a barrier's loop, keep ptxas from waiting for the product before that.
-                            T.warpgroup_fence_operand(s, num_regs=ROWS * BN // 128)
-                            T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(mem.v_free[held & (VST - 1)])
-                            do.rescale(o, row, grown)
-                            T.copy(s, p)
-                            held = c
-                        else:
-                            T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                            if t == end - 1:
-                                T.barrier_arrive(mem.q_free[w])
-                            T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
-                            T.barrier_arrive(mem.v_free[c & (VST - 1)])
-                        c = c + 1
-                    weigh(mem, p, o, held)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(mem.v_free[held & (VST - 1)])
-                    for _ in T.serial(total - end):
-                        T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                    if ((needed >> (w * TW)) & LOW) != 0:
+                        multiply(mem, s, c)
+                        weigh(mem, p, o, held)
+                        T.wait_wgmma(1)
                         T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                        if t == end - 1:  # the next tile's queries may come
+                            T.barrier_arrive(mem.q_free[w])
+                        do.exponentiate(s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown)
+                        # The fence, and a barrier's loop, keep ptxas from waiting for the product before that.
+                        T.warpgroup_fence_operand(s, num_regs=WARPGROUP_ROWS * BN // 128)
+                        T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(mem.v_free[held & (VST - 1)])
+                        do.rescale(o, row, grown)
+                        T.copy(s, p)
+                        held = c
+                    else:
+                        T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                        if t == end - 1:
+                            T.barrier_arrive(mem.q_free[w])
                         T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                         T.barrier_arrive(mem.v_free[c & (VST - 1)])
-                        c = c + 1
-                else:
-                    T.barrier_arrive(mem.q_free[w])
-                do.store(mem, o, row, seen, b, head, heads, first + w * TW, n)
-
-        return body
+                    c = c + 1
+                weigh(mem, p, o, held)
+                T.wait_wgmma(0)
+                T.barrier_arrive(mem.v_free[held & (VST - 1)])
+                for _ in T.serial(total - end):
+                    T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                    T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                    T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                    T.barrier_arrive(mem.v_free[c & (VST - 1)])
+                    c = c + 1
+            else:
+                T.barrier_arrive(mem.q_free[w])
+            do.store(mem, thread, o, row, seen, b, head, heads, first, n)
 
     @T.macro
     def load_queries(mem, n, cta, grid):
@@ -212,10 +202,12 @@ def union_kernel(tiles: Tiles, dtype: str):
                 T.barrier_wait(mem.q_free[w], (item & 1) ^ 1)
                 for y in q_columns:
                     for i in loads:
-                        if query_major:
+                        if do.query_major:
                             T.tma_copy(
                                 mem.Q[place[1], place[2] : place[2] + HP, place[4] + (w * TW + i), y : y + COLUMNS],
-                                mem.q[w, i * HP : i * HP + HP, y : y + COLUMNS],
+                                mem.q[
+                                    w * WARPGROUP_ROWS + i * HP : w * WARPGROUP_ROWS + (i * HP + HP), y : y + COLUMNS
+                                ],
                                 barrier=mem.q_ready[w],
                             )
                         else:
@@ -226,31 +218,28 @@ def union_kernel(tiles: Tiles, dtype: str):
                                     place[4] + w * TW : place[4] + (w * TW + TW),
                                     y : y + COLUMNS,
                                 ],
-                                mem.q[w, i * TW : i * TW + TW, y : y + COLUMNS],
+                                mem.q[
+                                    w * WARPGROUP_ROWS + i * TW : w * WARPGROUP_ROWS + (i * TW + TW), y : y + COLUMNS
+                                ],
                                 barrier=mem.q_ready[w],
                             )
                 T.barrier_arrive(mem.q_ready[w])
-
-    consumers = tuple(consumer(w) for w in warpgroups)
 
     @T.macro
     def run(args, n, cta, grid):
         mem = SimpleNamespace(
             **vars(args),
             **vars(rings(tiles, dtype, 128 * W)),
-            q=T.alloc_shared([W, ROWS, DP], dtype),
+            q=T.alloc_shared([ROWS, DP], dtype),
             q_ready=T.alloc_barrier(arrive_count=[32] * W),
             q_free=T.alloc_barrier(arrive_count=[128] * W),
         )
         T.pdl_sync()  # the lists: this kernel may be started while they are made
         thread = T.get_thread_binding()
-        if thread < 128:
+        if thread < 128 * W:
             if W == 2:
                 T.set_max_nreg(224, 1)
-            consumers[0](mem, n, cta, grid)
-        elif W == 2 and thread < 256:
-            T.set_max_nreg(224, 1)
-            consumers[-1](mem, n, cta, grid)
+            consume(mem, n, cta, grid)
         else:
             if W == 2:
                 T.set_max_nreg(56, 0)
@@ -259,4 +248,4 @@ def union_kernel(tiles: Tiles, dtype: str):
             elif thread < 128 * W + 64:
                 load_queries(mem, n, cta, grid)
 
-    return entry(tiles, dtype, 128 * (W + 1), run, "sparse_attn_union")
+    return entry(tiles, dtype, 128 * (W + 1), run, "sparse_attn_union", STORE)
