@@ -14,16 +14,19 @@ import torch
 pytest.importorskip("tilelang")
 
 import sparse_attn
-from sparse_attn.backends.tilelang_hopper import compiled
+from bench import cases, model
+from bench.dense import dense_attention
+from sparse_attn.backends.tilelang_hopper import adapter, compiled
 from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed, packed_block
 from sparse_attn.backends.tilelang_hopper.block_lists import block_lists_kernel
-from sparse_attn.backends.tilelang_hopper.plan import SHARED_BYTES, Tiles, plan
+from sparse_attn.backends.tilelang_hopper.exact import BLOCKS, exact_kernel
+from sparse_attn.backends.tilelang_hopper.plan import SHARED_BYTES, Tiles, exact_tiles, expected_waste, plan, wastes
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 from sparse_attn.contract import Device, Problem
 
-from .cases import CASES, make
+from .cases import CASES, Inputs, make
 from .hopper import NVCC, compile_source, lower, shared_bytes
-from .test_backends import assert_close, truth
+from .test_backends import allowed, assert_close, assert_right, truth, truth_of_case
 
 H200 = Device("cuda", "sm90", "NVIDIA H200")
 on_hopper = pytest.mark.skipif(
@@ -54,11 +57,8 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
     assert "wgmma" in source
     assert "tma_load" in source
     assert shared_bytes(source) <= tiles.shared_bytes <= SHARED_BYTES
-    # Barriers that the compiler takes for itself must not be those that the kernel names.
-    taken = [int(n) for n in re.findall(r"__sync_thread_partial\((\d+),", source)]
-    assert all(n < 8 or n in (10, 11) for n in taken)
-    # Nor may a warpgroup wait at another's: each is written once for each of them.
-    assert all(taken.count(n) == 1 for n in taken)
+    # No barrier but the one of each warpgroup that the kernel names: the compiler would let one wait for the other.
+    assert len(re.findall("__sync_thread_partial|__syncthreads", source.partition("launch_bounds")[2])) == 2
     if NVCC is None:
         pytest.skip("lowered; needs nvcc to be compiled")
     compiled = compile_source(source)
@@ -66,6 +66,23 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
     assert compiled.warnings == []
     # All threads are started with as many, of 65536.
     assert compiled.registers * 128 * (tiles.warpgroups + 1) <= 65536
+
+
+@pytest.mark.parametrize(("D", "dtype"), [(64, "float16"), (128, "float16"), (128, "bfloat16")])
+def test_exact_kernels_compile(D: int, dtype: str) -> None:
+    tiles = exact_tiles(78, 16, D, D, 64)
+    source = lower(exact_kernel(tiles, dtype))
+    assert "wgmma" in source
+    # Of a multiprocessor's 228 KiB, each block takes 1 KiB for the system.
+    assert BLOCKS * (shared_bytes(source) + 1024) <= 228 * 1024
+    # A fence waits for the list's next entry where that was asked for before it: one at each step's begin and end.
+    assert source.count("fence_proxy_async") <= 4
+    if NVCC is None:
+        pytest.skip("lowered; needs nvcc to be compiled")
+    compiled = compile_source(source)
+    assert compiled.spills == 0
+    assert compiled.warnings == []
+    assert compiled.registers * 256 * BLOCKS <= 65536
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
@@ -102,6 +119,27 @@ def test_tiles_fit() -> None:
         assert tiles.BN % tiles.box == 0
         # A warpgroup keeps a stage of v over a step that it leaves out: with fewer, it would wait for itself.
         assert tiles.v_stages >= 4 or tiles.warpgroups == 1
+
+
+def test_exact_kernel_is_for_slow_products() -> None:
+    """By the number of multiprocessors, and where the union of 4 queries is expected to be much more than each took."""
+    assert exact_tiles(78, 16, 128, 128, 64) == Tiles(16, 4, 64, 64, 128, 128, 1, 2, 2)
+    assert exact_tiles(78, 9, 128, 64, 128) == Tiles(16, 4, 64, 64, 128, 64, 1, 2, 2)
+    for sms, g, D, block_size in ((132, 16, 128, 64), (78, 8, 128, 64), (78, 16, 192, 64), (78, 16, 128, 32)):
+        assert exact_tiles(sms, g, D, D, block_size) is None
+    assert wastes(8192, 8192, 32, 64, 0)
+    assert not wastes(1024, 1024, 16, 64, 0)
+    assert not wastes(1, 64, 1, 64, 63)
+    assert not wastes(8, 64, 1, 64, -100)
+
+
+def test_expected_waste() -> None:
+    """Against a random index."""
+    point = cases.POINTS[3]
+    one = cases.override(point, "one", B=1, Hq=16, Hk=1, N=2048, M=2048, topk=8)
+    selected = model.selection(cases.make_index(one, "random", torch.device("cpu"), 0)[0, 0], 32)
+    measured = 4 * model.walked(selected, 4) / model.walked(selected, 1)
+    assert expected_waste(2048, 2048, 8, 64, 0) == pytest.approx(measured, rel=0.02)
 
 
 def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +291,40 @@ def test_block_lists(
 
 
 # --- on a Hopper GPU --------------------------------------------------------------------------------------------------
+
+
+def exact_case(x: Inputs) -> bool:
+    problem = sparse_attn.problem_of(*x.args, **x.kwargs)
+    D, Dv = (-(-n // 8) * 8 for n in (problem.D, problem.Dv))
+    empty = 0 in (problem.B, problem.N, problem.M, problem.topk, problem.Dv)
+    size = -(-problem.M // 128) * 128 if problem.block_size >= problem.M else packed_block(problem.block_size)
+    return not empty and exact_tiles(78, problem.group, D, Dv, size) is not None
+
+
+@pytest.fixture
+def exact_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact kernel wherever it can run."""
+    monkeypatch.setattr(adapter, "exact_tiles", lambda _, *problem: exact_tiles(78, *problem))
+    monkeypatch.setattr(adapter, "wastes", lambda *problem: True)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("case", [name for name in CASES if exact_case(CASES[name].build(torch.float16))])
+def test_exact_kernel(case: str, dtype: torch.dtype, device: torch.device, exact_everywhere: None) -> None:
+    assert_right("tilelang", CASES[case].build(dtype), truth_of_case(case, dtype), device)
+
+
+@on_hopper
+def test_exact_kernel_at_scale(device: torch.device, exact_everywhere: None) -> None:
+    point = cases.POINTS[3]
+    case = cases.make_case(cases.override(point, "one", B=2), "random", torch.float16, device, 0)
+    with sparse_attn.use_backend("tilelang"):
+        out = sparse_attn.sparse_attention(*case.args)
+    rows = torch.arange(37, 8192, 97, device=device)
+    expected, _ = dense_attention(*case.args, rows=rows)
+    eager, _ = dense_attention(*case.args, rows=rows, dtype=torch.float16)
+    assert_close(out[:, :, rows], expected.cpu(), allowed(eager, expected, torch.float16, terms=8192), "out")
 
 
 @on_hopper

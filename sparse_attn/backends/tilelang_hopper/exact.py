@@ -90,16 +90,18 @@ template <int SUMS, int STRIDE, typename T>
 __device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, const float* exchange, T* stage,
                                                   void* lse, long long lse_stride, int heads, float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  float l[4] = {0.f, 0.f, 0.f, 0.f};
+  float l[4] = {0.f, 0.f, 0.f, 0.f}, factor[4];
   #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const float4 x = reinterpret_cast<const float4*>(exchange)[w * 4 + (lane & 3)];
     l[0] += x.x, l[1] += x.y, l[2] += x.z, l[3] += x.w;
   }
   #pragma unroll
+  for (int c = 0; c < 4; ++c) factor[c] = l[c] == 0.f ? 0.f : 1.f / l[c];
+  #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
     const int c = (i >> 2 & 1) * 2 + (i & 1), head = (lane & 3) * 2 + (c & 1) + (c >> 1) * 8;
-    stage[head * STRIDE + (i >> 3) * 64 + warp * 16 + lane / 4 + (i >> 1 & 1) * 8] = T(l[c] == 0.f ? 0.f : o[i] / l[c]);
+    stage[head * STRIDE + (i >> 3) * 64 + warp * 16 + lane / 4 + (i >> 1 & 1) * 8] = T(o[i] * factor[c]);
   }
   if (lse != nullptr && warp == 0 && lane < 4) {
     #pragma unroll
@@ -155,8 +157,8 @@ def exact_kernel(tiles: Tiles, dtype: str):
         do.locate(next_place, 0, cta, grid, n)
         for x in T.unroll(2):
             next_counts[x] = mem.counts[next_place[0], x]
-        first_mask[0] = mem.masks[next_place[0], 0]
-        first_box[0] = mem.boxes[next_place[0], 0]
+        do.prefetch(first_mask, mem.masks, next_place[0], 0)
+        do.prefetch(first_box, mem.boxes, next_place[0], 0)
         for item in T.serial(turns):
             next_mask[0] = first_mask[0]
             next_box[0] = first_box[0]
@@ -170,8 +172,8 @@ def exact_kernel(tiles: Tiles, dtype: str):
             do.locate(next_place, item + 1, cta, grid, n)
             for x in T.unroll(2):
                 next_counts[x] = mem.counts[next_place[0], x]
-            first_mask[0] = mem.masks[next_place[0], 0]
-            first_box[0] = mem.boxes[next_place[0], 0]
+            do.prefetch(first_mask, mem.masks, next_place[0], 0)
+            do.prefetch(first_box, mem.boxes, next_place[0], 0)
             for i in queries:
                 T.fill(o[i], 0)
                 for x in T.unroll(_COLUMNS_OF_A_THREAD):
@@ -179,17 +181,19 @@ def exact_kernel(tiles: Tiles, dtype: str):
                     l[i][x] = 0
             T.barrier_wait(mem.q_ready, item & 1)
             for t in T.serial(total):
-                do.advance(mask, next_mask, mem.masks, listed, t)
-                box[0] = next_box[0]
-                if t < masked:
-                    next_box[0] = mem.boxes[listed, t + 1]
+                do.take(mask, next_mask, mem.masks, listed, t)
+                do.take(box, next_box, mem.boxes, listed, t)
                 T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                T.fence_proxy_async()  # else the compiler puts one before each product
                 for i in queries:
                     if ((mask[0] >> i) & 1) != 0:
                         T.wgmma_gemm(
                             mem.k[c & (KST - 1), :, :], mem.q[i, :, :], s[i], transpose_B=True, policy=full_rows,
                             clear_accum=True,
                         )  # fmt: skip
+                do.prefetch(next_mask, mem.masks, listed, t + 1)
+                if t < masked:
+                    do.prefetch(next_box, mem.boxes, listed, t + 1)
                 T.wait_wgmma(0)
                 T.barrier_arrive(mem.k_free[c & (KST - 1)])
                 if t > 0:

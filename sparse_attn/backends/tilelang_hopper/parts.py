@@ -107,14 +107,20 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
         turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)  # noqa: F841 -- arguments that are references are assigned to
 
     @T.macro
-    def advance(now, then, values, listed, t):
+    def take(now, then, values, listed, t):
         """What step t of a list says of each of its boxes."""
         for x in T.unroll(P):
             if ahead:
                 now[x] = then[x]
-                then[x] = values[listed, (t + 1) * P + x]
             else:
                 now[x] = values[listed, t * P + x]
+
+    @T.macro
+    def prefetch(then, values, listed, t):
+        """Read what step t says, for ``take``: not right before a fence, which would wait for it."""
+        if ahead:
+            for x in T.unroll(P):
+                then[x] = values[listed, t * P + x]
 
     @T.macro
     def whereabouts(block: T.Ref, start: T.Ref, hidden: T.Ref, box, mask, first, n):
@@ -266,9 +272,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
         next_total = (
             mem.counts[place[0], 0] + mem.counts[place[0], 1] + mem.counts[place[0], 2] + mem.counts[place[0], 3]
         )
-        if ahead:
-            for x in T.unroll(P):
-                next_box[x] = mem.boxes[place[0], x]
+        prefetch(next_box, mem.boxes, place[0], 0)
         for item in T.serial(turns):
             listed = place[0]
             b = place[1]
@@ -278,11 +282,10 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
             next_total = (
                 mem.counts[place[0], 0] + mem.counts[place[0], 1] + mem.counts[place[0], 2] + mem.counts[place[0], 3]
             )
-            if ahead:
-                for x in T.unroll(P):
-                    first_box[x] = mem.boxes[place[0], x]
+            prefetch(first_box, mem.boxes, place[0], 0)
             for t in T.serial(total):
-                advance(box, next_box, mem.boxes, listed, t)
+                take(box, next_box, mem.boxes, listed, t)
+                prefetch(next_box, mem.boxes, listed, t + 1)
                 T.barrier_wait(mem.k_free[c & (KST - 1)], ((c >> K_LOG) & 1) ^ 1)
                 for y in q_columns:
                     for x in boxes:
@@ -307,7 +310,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                     next_box[x] = first_box[x]
 
     return SimpleNamespace(
-        locate=locate, turns_of=turns_of, advance=advance, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+        locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
         store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ _SLOW_RATE = 2048
 # Products of the union kernel for each that is needed, expected if each query chooses by itself: below, no kernel that
 # multiplies 16 columns at a time makes up for what that costs. By argument: see "The H20, on paper" in
 # docs/performance.md.
-_WASTE = 1.15
+_WASTE = 1.5
 
 
 class Tiles(NamedTuple):

@@ -49,10 +49,8 @@ def union_kernel(tiles: Tiles, dtype: str):
         """What the list of the next tile begins with."""
         for x in T.unroll(4):
             counts[x] = mem.counts[place[0], x]
-        if do.ahead:
-            for x in T.unroll(P):
-                masks[x] = mem.masks[place[0], x]
-                boxes[x] = mem.boxes[place[0], x]
+        do.prefetch(masks, mem.masks, place[0], 0)
+        do.prefetch(boxes, mem.boxes, place[0], 0)
 
     @T.macro
     def consume(mem, n, cta, grid):
@@ -114,16 +112,16 @@ def union_kernel(tiles: Tiles, dtype: str):
             T.barrier_wait(mem.q_ready[w], item & 1)
             # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
             for t in T.serial(masked):
-                do.advance(mask, next_mask, mem.masks, listed, t)
+                do.take(mask, next_mask, mem.masks, listed, t)
                 if do.ahead:
-                    for x in T.unroll(P):
-                        box[x] = next_box[x]
-                        next_box[x] = mem.boxes[listed, (t + 1) * P + x]
+                    do.take(box, next_box, mem.boxes, listed, t)
                 box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
                 for x in T.unroll(P):
                     seen = seen | mask[x]
                 T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
                 multiply(mem, s, c)
+                do.prefetch(next_mask, mem.masks, listed, t + 1)
+                do.prefetch(next_box, mem.boxes, listed, t + 1)
                 do.look(any_hidden, box_of, mask, first, n)
                 T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                 if any_hidden != 0:
@@ -148,7 +146,8 @@ def union_kernel(tiles: Tiles, dtype: str):
             if masked > 0:  # else the list is empty
                 for t_ in T.serial(end - masked):
                     t = t_ + masked
-                    do.advance(mask, next_mask, mem.masks, listed, t)
+                    do.take(mask, next_mask, mem.masks, listed, t)
+                    do.prefetch(next_mask, mem.masks, listed, t + 1)
                     needed = 0
                     for x in T.unroll(P):
                         needed = needed | mask[x]
