@@ -19,7 +19,7 @@ from . import cases, counts, options
 from .arguments import parser as command_line
 from .environment import default_device, header
 from .overhead import measure_overhead
-from .results import Document, is_bad, load
+from .results import Document, is_bad, load, support_matrix
 
 try:
     from . import compare, table
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("On a CPU: these times show that the package works, not how fast the product is.", file=sys.stderr)
         with table.progress(plan.steps) as step:
             document = execute(plan, step)
+        if args.json is not None or args.report is not None:
+            document["support"] = support_matrix()  # imports every backend, which may take seconds
     threshold = compare.THRESHOLD if args.threshold is None else args.threshold
     compared = None if old is None else compare.compare(old, document, threshold)
     if _human(args):
@@ -58,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print()
             table.show(compared.title, compare.COLUMNS, compared.lines, compared.warnings)
     elif compared is not None:  # stdout is a program's
-        print(*compared.warnings, sep="\n", file=sys.stderr)
+        worse = [f"{line['verdict']}: {line['backend']} on {line['size']}" for line in compared.worse]
+        print(*compared.warnings, *worse, sep="\n", file=sys.stderr)
     _write_all(args, document, compared)
-    return int(is_bad(document["rows"]) or (compared is not None and compared.is_worse))
+    return int(is_bad(document["rows"]) or (compared is not None and bool(compared.worse)))
 
 
 def _stored(parser: argparse.ArgumentParser, option: str, path: str | None) -> Document | None:

@@ -51,9 +51,9 @@ class Comparison(NamedTuple):
     warnings: list[str]
 
     @property
-    def is_worse(self) -> bool:
-        """Whether one of our rows became slower, or is gone."""
-        return any(line["verdict"] in BAD and line["kind"] == "backend" for line in self.lines)
+    def worse(self) -> list[dict[str, Any]]:
+        """Those of our rows that became slower, failed or are gone."""
+        return [line for line in self.lines if line["verdict"] in BAD and line["kind"] == "backend"]
 
 
 def compare(old: Document, new: Document, threshold: float) -> Comparison:

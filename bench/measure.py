@@ -180,7 +180,7 @@ def measure(case: Case, row: Row, requested: str | None, check: Check | None, wo
 def measure_peer(case: Case, row: Row, peer: Peer, check: Check | None, work: Work, how: How) -> None:
     """The same for a kernel of another library. A yardstick is compared with what it computes: dense attention."""
     row.resolved_backend = peer.name
-    row.reason = peer.unavailable(case.point, case.q.device)
+    row.reason = peer.unavailable(case, how.timer)
     if row.reason is not None:
         row.status = "refused"
         return

@@ -33,6 +33,8 @@ class Peer:
         refuses: point -> why it cannot run it, or None.
         same_function: False for dense attention, which is checked against dense attention.
         devices: types of device that it runs on; none given, any.
+        half_only: whether it takes fp16 and bf16 alone on an accelerator.
+        waits: whether a call waits for the device, so that no CUDA graph can hold it.
         distribution: whose version says which it was; none given, torch's.
     """
 
@@ -43,6 +45,8 @@ class Peer:
     refuses: Callable[[Point], str | None]
     same_function: bool = True
     devices: tuple[str, ...] = ()
+    half_only: bool = False
+    waits: bool = False
     distribution: str = "torch"
 
     @property
@@ -58,13 +62,18 @@ class Peer:
         except Exception:  # a package that is not there, or breaks when it is imported
             return False
 
-    def unavailable(self, point: Point, device: torch.device) -> str | None:
-        """Say why it cannot run ``point`` on ``device``, or None."""
+    def unavailable(self, case: Case, timer: str | None = None) -> str | None:
+        """Say why it cannot run ``case`` on its device, or not be timed by ``timer``; or None."""
+        device, dtype = case.q.device, case.q.dtype
         if not self.installed:
             return f"needs {self.module}, which is not installed, or broken: {self.install}"
         if self.devices and device.type not in self.devices:
             return f"needs a device of type {' or '.join(self.devices)}, got {device}"
-        return self.refuses(point)
+        if self.half_only and dtype == torch.float32 and device.type != "cpu":
+            return f"needs float16 or bfloat16, got {dtype}"
+        if self.waits and timer == "graph":
+            return "needs --timer do_bench or events, got graph: each call waits for the device"
+        return self.refuses(case.point)
 
 
 def _square(point: Point) -> str | None:
@@ -175,21 +184,25 @@ def _flex_refuses(point: Point) -> str | None:
 _NSA_TRITON = "native_sparse_attention.ops.triton.topk_sparse_attention"
 _GPU = ("cuda",)
 PEERS = (
-    Peer("sdpa-cudnn", "torch", "", _dense(SDPBackend.CUDNN_ATTENTION), _square, same_function=False, devices=_GPU),
-    Peer("sdpa-flash", "torch", "", _dense(SDPBackend.FLASH_ATTENTION), _square, same_function=False),
+    Peer(
+        "sdpa-cudnn", "torch", "", _dense(SDPBackend.CUDNN_ATTENTION), _square,
+        same_function=False, devices=_GPU, half_only=True,
+    ),
+    Peer("sdpa-flash", "torch", "", _dense(SDPBackend.FLASH_ATTENTION), _square, same_function=False, half_only=True),
     Peer(
         "flash-attn", "flash_attn", "pip install flash-attn", _flash_attn("flash_attn"), _square_and_even,
-        same_function=False, devices=_GPU, distribution="flash-attn",
+        same_function=False, devices=_GPU, half_only=True, distribution="flash-attn",
     ),
     Peer(
         "flash-attn-3", "flash_attn_interface", "build it in hopper/ of github.com/Dao-AILab/flash-attention",
         _flash_attn("flash_attn_interface"), _square_and_even,
-        same_function=False, devices=_GPU, distribution="flash-attn-3",
+        same_function=False, devices=_GPU, half_only=True, distribution="flash-attn-3",
     ),
     Peer("flex", "torch", "", _flex, _flex_refuses),
     Peer("fla", "fla", "pip install fla-core", _fla, _fla_refuses, devices=_GPU, distribution="fla-core"),
     Peer(
         "nsa-triton", _NSA_TRITON, "install it from github.com/XunhaoLai/native-sparse-attention-triton",
-        _nsa_triton, _nsa_triton_refuses, devices=_GPU, distribution="native-sparse-attention-triton",
+        _nsa_triton, _nsa_triton_refuses,
+        devices=_GPU, half_only=True, waits=True, distribution="native-sparse-attention-triton",
     ),
 )  # fmt: skip

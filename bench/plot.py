@@ -34,6 +34,7 @@ _STYLE = {
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "svg.fonttype": "none",  # text stays text: smaller, and can be found and read aloud
     "svg.hashsalt": "sparse_attn",
 }

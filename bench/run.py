@@ -13,7 +13,7 @@ from .counts import compulsory_bytes, selected_flop
 from .environment import header
 from .measure import Check, How, Row, Work, measure, measure_peer, one_line
 from .peers import Peer
-from .results import Document, peer_facts, support_matrix
+from .results import Document, peer_facts
 from .roofline import Ceilings, measure_ceilings
 
 Step = Callable[[str], None]
@@ -46,7 +46,10 @@ class Plan(NamedTuple):
 
 
 def execute(plan: Plan, step: Step) -> Document:
-    """Measure, and make the document of :mod:`bench.results`. Nothing that a backend raises gets out."""
+    """Measure, and make the document of :mod:`bench.results`, but its ``support``.
+
+    Nothing that a backend raises gets out.
+    """
     facts: dict[str, Any] = {**header(plan.device), "code_for": plan.code_for, **peer_facts(plan.peers, plan.absent)}
     notes: list[str] = []
     ceilings: Ceilings | None = None
@@ -67,7 +70,7 @@ def execute(plan: Plan, step: Step) -> Document:
             if row.median_ms is not None:
                 cold_start.fill(row, plan.device)
     facts |= {"ceilings": ceilings._asdict() if ceilings else None, "notes": notes}
-    return {"header": facts, "rows": [row.flat() for row in rows], "support": support_matrix()}
+    return {"header": facts, "rows": [row.flat() for row in rows], "support": []}
 
 
 def _measure_point(plan: Plan, point: cases.Point, how: How, step: Step) -> list[Row]:

@@ -94,7 +94,8 @@ def _table(columns: Sequence[Column], rows: Sequence[Any], terminal: bool) -> Ta
         longest = max(len(word) for x in (heading, *map(text, column)) for word in x.split())
         table.add_column(heading, justify="right" if number else "left", no_wrap=number, min_width=longest)
     for line in cells:
-        table.add_row(*(Text(text(x), style=_COLOURS.get(text(x), "")) for x in line))
+        words = [text(x) if terminal else text(x).replace("|", "\\|") for x in line]
+        table.add_row(*(Text(word, style=_COLOURS.get(word, "")) for word in words))
     return table
 
 

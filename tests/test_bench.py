@@ -10,6 +10,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -282,6 +283,25 @@ def test_what_peers_refuse() -> None:
     assert "at least 16" in (by_name["fla"].refuses(cases.override(square, "mha", Hk=16)) or "")
     assert by_name["flash-attn"].refuses(cases.override(square, "x", Dv=32)) == "needs D = Dv, got D=64 and Dv=32"
     assert "got 48" in (by_name["nsa-triton"].refuses(cases.override(square, "x", block_size=48)) or "")
+
+
+def test_what_peers_refuse_beyond_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up tensors of a GPU: dtypes, and calls that wait for the device in a graph."""
+    monkeypatch.setattr(peers.Peer, "installed", True)
+    by_name = {peer.name: peer for peer in peers.PEERS}
+
+    def case(device: str, dtype: torch.dtype) -> cases.Case:
+        q: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return cases.Case(cases.POINTS[0], "random", 0, q, q, q, q)
+
+    for name in ("sdpa-cudnn", "sdpa-flash", "flash-attn", "flash-attn-3", "nsa-triton"):
+        assert by_name[name].unavailable(case("cuda", torch.bfloat16)) is None
+        assert "needs float16 or bfloat16" in (by_name[name].unavailable(case("cuda", torch.float32)) or "")
+    assert by_name["sdpa-flash"].unavailable(case("cpu", torch.float32)) is None
+    assert by_name["fla"].unavailable(case("cuda", torch.float32), "graph") is None
+    assert "got graph: each call waits" in (
+        by_name["nsa-triton"].unavailable(case("cuda", torch.float16), "graph") or ""
+    )
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "nsa-triton"])

@@ -163,7 +163,7 @@ def test_verdicts(old: Any, new: Any, verdict: str, bad: bool, kind: str) -> Non
     compared = compare(before, after, 0.05)
     (line,) = [line for line in compared.lines if line["size"] == "large-1"]
     assert line["verdict"] == verdict
-    assert compared.is_worse is (bad and kind == "backend")
+    assert compared.worse == ([line] if bad and kind == "backend" else [])
     if verdict in ("same", "slower", "faster"):
         assert line["ratio"] == new / old
     assert compared.warnings == []
@@ -171,8 +171,8 @@ def test_verdicts(old: Any, new: Any, verdict: str, bad: bool, kind: str) -> Non
 
 def test_a_wrong_result_is_a_failure_whatever_its_time() -> None:
     good, wrong = row(LARGE, "triton", 1.0), row(LARGE, "triton", 1.0, status="FAIL")
-    assert compare(document(good), document(wrong), 0.05).is_worse
-    assert compare(document(wrong), document(wrong), 0.05).is_worse
+    assert compare(document(good), document(wrong), 0.05).worse
+    assert compare(document(wrong), document(wrong), 0.05).worse
 
 
 def test_rows_are_matched_by_shape_dtype_pattern_and_backend() -> None:
@@ -219,7 +219,9 @@ def test_two_files_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--from", old, "--compare", new]) == 0
     capsys.readouterr()
     assert main(["--from", new, "--compare", old, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["rows"]
+    said = capsys.readouterr()
+    assert json.loads(said.out)["rows"]
+    assert said.err.splitlines() == ["slower: triton on large-1"]
 
 
 def test_a_run_is_compared_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], register: Any) -> None:
