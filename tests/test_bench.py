@@ -325,7 +325,7 @@ def test_layouts_of_peers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (peer,) = [peer for peer in peers.PEERS if peer.name == name]
     monkeypatch.setitem(sys.modules, peer.module, module)
     point = cases.override(TINY, "square", N=37, M=37, Dv=8, q_offset=0)
-    case = cases.make_case(point, "random", torch.float32, CPU, 0)
+    case = cases.make_case(point, "local", torch.float32, CPU, 0)  # a list for each batch entry and head
     out = peer.prepare(case)()
     expected = case if peer.same_function else measure.with_every_block(case)
     verdict = measure.Check(expected)(out, "reference")
