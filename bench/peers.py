@@ -135,6 +135,7 @@ def _flex(case: Case) -> Callable[[], Tensor]:
         return chosen[b, h // g, i, j // bs] & (j <= i + point.q_offset)
 
     blocks = create_block_mask(rule, point.B, point.Hq, point.N, point.M, device=case.q.device, _compile=True)
+    torch.compiler.reset()  # each point is a compilation of its own: past torch's limit of them, it would run eagerly
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(case.q, case.k, case.v, block_mask=blocks, enable_gqa=True)
 
