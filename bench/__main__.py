@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,82 +15,92 @@ import sparse_attn
 from sparse_attn import registry
 from sparse_attn.device import describe
 
-from . import cases, measure, options
+from . import cases, counts, options
+from .arguments import parser as command_line
 from .environment import default_device, header
 from .overhead import measure_overhead
-from .peers import Peer
+from .results import Document, is_bad, load, support_matrix
 
 try:
-    from . import table
+    from . import compare, table
 except ModuleNotFoundError as error:
     if error.name != "rich":
         raise
     print("needs rich: pip install 'sparse_attn[bench]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+from .run import Plan, execute
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with these arguments (default: the command line's) and return the exit status."""
-    parser = options.parser()
+    parser = command_line()
     args = parser.parse_args(argv)
-    args.device = args.device or default_device()
-    points, backends = options.chosen_points(parser, args), options.chosen_backends(parser, args)
-    others = options.chosen_peers(parser, args)
+    options.check_together(parser, args)
     options.check_files(parser, args)
+    old, document = _stored(parser, "--compare", args.compare), _stored(parser, "--from", args.stored)
+    if document is None:
+        args.device = args.device or default_device()
+        plan = _plan(parser, args)
+        if args.list:
+            return _list(args)
+        if args.overhead:
+            return _overhead(args)
+        if args.device.type == "cpu":
+            print("On a CPU: these times show that the package works, not how fast the product is.", file=sys.stderr)
+        with table.progress(plan.steps) as step:
+            document = execute(plan, step)
+        if args.json is not None or args.report is not None:
+            document["support"] = support_matrix()  # imports every backend, which may take seconds
+    threshold = compare.THRESHOLD if args.threshold is None else args.threshold
+    compared = None if old is None else compare.compare(old, document, threshold)
+    if _human(args):
+        table.show_results(document)
+        if compared is not None:
+            print()
+            table.show(compared.title, compare.COLUMNS, compared.lines, compared.warnings)
+    elif compared is not None:  # stdout is a program's
+        worse = [f"{line['verdict']}: {line['backend']} on {line['size']}" for line in compared.worse]
+        print(*compared.warnings, *worse, sep="\n", file=sys.stderr)
+    _write_all(args, document, compared)
+    return int(is_bad(document["rows"]) or (compared is not None and bool(compared.worse)))
+
+
+def _stored(parser: argparse.ArgumentParser, option: str, path: str | None) -> Document | None:
+    try:
+        return None if path is None else load(path)
+    except ValueError as error:
+        parser.error(f"{option} {error}")
+
+
+def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Plan:
+    points, backends = options.chosen_points(parser, args), options.chosen_backends(parser, args)
+    peers, absent = options.chosen_peers(parser, args)
+    options.check_timer(parser, args)
     if args.device.index is not None and args.device.type in ("cuda", "npu"):
         getattr(torch, args.device.type).set_device(args.device)  # timers synchronise the current device
     if args.code_for is not None:
         options.use_older_code(parser, args)
-    if args.list:
-        return _list(args)
-    if args.overhead:
-        return _overhead(args)
-    if args.device.type == "cpu":
-        print("On a CPU: these times show that the package works, not how fast the product is.", file=sys.stderr)
-    rows = _measure(args, points, backends, others)
-    if _human(args):
-        where = str(describe(args.device))
-        table.show_results(rows, f"{where}, code for {args.code_for}" if args.code_for else where)
-    _write(args, "rows", [row.flat() for row in rows])
-    bad = any(row.status in ("FAIL", "error") for row in rows) or all(row.median_ms is None for row in rows)
-    return int(bad)
+    return Plan(
+        args.device, points, backends, peers, absent, args.dtype, args.pattern, args.seed, not args.no_check,
+        not args.no_roofline, args.cold_start, args.warmup, args.rep, args.timer, args.code_for,
+    )  # fmt: skip
 
 
-def _measure(
-    args: argparse.Namespace, points: Sequence[cases.Point], backends: Sequence[str | None], others: Sequence[Peer]
-) -> list[measure.Row]:
-    rows = []
-    with table.progress(len(points) * (1 + len(backends) + len(others))) as step:
-        for point in points:
-            names = [*(name or "auto" for name in backends), *(peer.name for peer in others)]
-            mine = [measure.Row(point, args.dtype, args.pattern, args.seed, name) for name in names]
-            rows += mine
-            step(f"{point.size}: data")
-            try:
-                case = cases.make_case(point, args.pattern, getattr(torch, args.dtype), args.device, args.seed)
-                flop = measure.selected_flop(point, case.index)
-            except Exception as error:  # out of memory perhaps: the other points are still worth measuring
-                for row in mine:
-                    row.reason = measure.one_line(error)
-                continue
-            check = None if args.no_check else measure.Check(case)
-            for row, name in zip(mine, backends, strict=False):
-                step(f"{point.size}: {name or 'auto'}")
-                measure.measure(case, row, name, check, flop, args.warmup, args.rep)
-                _free(args.device)
-            for row, peer in zip(mine[len(backends) :], others, strict=True):
-                step(f"{point.size}: {peer.name}")
-                measure.measure_peer(case, row, peer, check, flop, args.warmup, args.rep)
-                _free(args.device)
-            del case, check
-            _free(args.device)
-    return rows
+def _write_all(args: argparse.Namespace, document: Document, compared: compare.Comparison | None) -> None:
+    if args.json is not None:
+        table.write_json(args.json, document)
+    if args.csv is not None:
+        table.write_csv(args.csv, document["rows"])
+    if args.plot is not None or args.report is not None:
+        from . import plot  # matplotlib: a second to import
 
+        if args.plot is not None:
+            plot.save(document, args.plot)
+        if args.report is not None:
+            from . import report
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type != "cpu":
-        getattr(torch, device.type).empty_cache()
+            report.write(document, Path(args.report), compared)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -98,9 +108,9 @@ def _list(args: argparse.Namespace) -> int:
     for point in cases.POINTS:
         if args.pattern == "dense":
             point = cases.override(point, point.size, topk=point.num_blocks)
-        selected = measure.selected_flop(point, cases.make_index(point, args.pattern, args.device, args.seed))
-        counts = {"selected_tflop": selected / 1e12, "nominal_tflop": measure.nominal_flop(point) / 1e12}
-        lines.append({**asdict(point), "density": point.density, **counts})
+        selected = counts.selected_flop(point, cases.make_index(point, args.pattern, args.device, args.seed))
+        flop = {"selected_tflop": selected / 1e12, "nominal_tflop": counts.nominal_flop(point) / 1e12}
+        lines.append({**asdict(point), "density": point.density, **flop})
     if _human(args):
         notes = [f"Backends on {describe(args.device)}, all of which --backend accepts:"]
         notes += [

@@ -26,14 +26,17 @@ def default_device() -> torch.device:
 
 
 def header(device: torch.device) -> dict[str, str | None]:
-    """Device, versions, commit and date (UTC); None for what is absent."""
+    """Device, the host's processor, versions, commit and date (UTC); None for what is absent."""
     facts = describe(device)
     return {
         "device": facts.name,
         "arch": facts.arch,
+        "cpu": _cpu(),
         "torch": torch.__version__,
-        "triton": _version("triton") or _version("triton-ascend"),
-        "tilelang": _version("tilelang"),
+        "cuda": torch.version.cuda,
+        "cudnn": None if facts.type != "cuda" else str(torch.backends.cudnn.version()),
+        "triton": package_version("triton") or package_version("triton-ascend"),
+        "tilelang": package_version("tilelang"),
         "python": platform.python_version(),
         "sparse_attn": sparse_attn.__version__,
         "commit": _commit(),
@@ -42,11 +45,22 @@ def header(device: torch.device) -> dict[str, str | None]:
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed distribution; None if it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _cpu() -> str | None:
+    """What the processor's vendor calls it: hosts differ in what launching costs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine() or None
 
 
 def _commit() -> str | None:

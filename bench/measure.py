@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import timer as synchronised_clock  # seconds, after the accelerator has finished
 
 import sparse_attn
 
 from .cases import Case, Point
+from .counts import nominal_flop
 from .dense import dense_attention
 from .peers import Peer
+from .roofline import Ceilings, place
+from .timers import L2, measure_time, synchronised_clock
 
 # The tolerance of the contest's driver.
 ATOL = RTOL = 1e-2
 # What the fp64 check of the reference may take: queries, and bytes for the scores of one key/value head.
 _CHECKED_QUERIES = 256
 _CHECKED_BYTES = 2**30
-# Without do_bench: calls to time at least, so that one hiccup is not the median, but not for longer than this.
-_SAMPLES = 5
-_PATIENCE_S = 1.0
-# Ids sorted at a time while FLOPs are counted.
-_CHUNK = 2**22
 
 
 @dataclass
 class Row:
-    """One point on one backend. Times in ms, TFLOP/s, errors absolute; None where there is nothing to tell."""
+    """One point on one backend. Times in ms, TFLOP/s, errors absolute; None where there is nothing to tell.
+
+    ``kind`` is ``"backend"``, ``"peer"`` (computes the same) or ``"yardstick"`` (dense attention, another function).
+    ``l2`` is what the timer leaves in that cache, ``"cold"`` or ``"warm"``. ``compulsory_bytes``, ``matmul_percent``,
+    ``copy_percent`` and ``bound_by``: see :mod:`bench.roofline`. ``cold_start_s`` and ``cached_start_s``: see
+    :mod:`bench.cold_start`.
+    """
 
     point: Point
     dtype: str
     pattern: str
     seed: int
     requested_backend: str
+    kind: str = "backend"
     resolved_backend: str | None = None
     status: str = "error"
     reason: str | None = None
@@ -52,35 +54,41 @@ class Row:
     max_error: float | None = None
     checked_against: str | None = None
     timer: str | None = None
+    l2: str | None = None
+    compulsory_bytes: int | None = None
+    matmul_percent: float | None = None
+    copy_percent: float | None = None
+    bound_by: str | None = None
     first_call_s: float | None = None
+    cold_start_s: float | None = None
+    cached_start_s: float | None = None
 
     def flat(self) -> dict[str, Any]:
         """The row with its point's fields in front, for JSON and CSV."""
         rest = {name: value for name, value in vars(self).items() if name != "point"}
-        return {"set": self.point.set, "size": self.point.size, **self.point.shape, **rest}
+        return {
+            "set": self.point.set,
+            "size": self.point.size,
+            **self.point.shape,
+            "density": self.point.density,
+            **rest,
+        }
 
 
-# --- FLOPs ----------------------------------------------------------------------------------------------------------
+class How(NamedTuple):
+    """How to time: ``warmup`` and ``rep`` in ms, ``timer`` (None: the device's default), ceilings to compare with."""
+
+    warmup: float
+    rep: float
+    timer: str | None = None
+    ceilings: Ceilings | None = None
 
 
-def nominal_flop(point: Point) -> int:
-    """The contest's count, ``2 * (D + Dv) * B * Hq * N * topk * block_size``: padding and masked keys included."""
-    return 2 * (point.D + point.Dv) * point.B * point.Hq * point.N * point.topk * point.block_size
+class Work(NamedTuple):
+    """What one call of a case has to do, as :mod:`bench.counts` counts it."""
 
-
-def selected_flop(point: Point, index: Tensor) -> int:
-    """``2 * (D + Dv)`` for each (head, query, key) that the operator's mask admits; ``index`` ``[B, Hk, N, topk]``."""
-    pairs = torch.zeros((), dtype=torch.int64, device=index.device)
-    step = max(1, _CHUNK // max(1, point.topk))
-    for lists in index.flatten(0, 1):
-        for start in range(0, point.N, step):
-            ids = lists[start : start + step].sort(-1).values.long()
-            seen_keys = torch.arange(start, start + len(ids), device=index.device) + (point.q_offset + 1)
-            in_block = seen_keys.clamp(max=point.M)[:, None] - ids * point.block_size
-            counts = (ids >= 0) & (ids < point.num_blocks)
-            counts[:, 1:] &= ids[:, 1:] != ids[:, :-1]
-            pairs += in_block.clamp(0, point.block_size).where(counts, 0).sum()
-    return 2 * (point.D + point.Dv) * (point.Hq // point.Hk) * int(pairs)
+    flop: int
+    moved: int
 
 
 # --- correctness ----------------------------------------------------------------------------------------------------
@@ -143,55 +151,23 @@ class Check:
         return Verdict(against, max_error, fault)
 
 
-# --- time -----------------------------------------------------------------------------------------------------------
-
-
-class Times(NamedTuple):
-    """Median and 20 % and 80 % quantiles of one call, in ms, and what measured them."""
-
-    median: float
-    p20: float
-    p80: float
-    timer: str
-
-
-def measure_time(call: Callable[[], object], device: torch.device, warmup: float, rep: float) -> Times:
-    """Time ``call`` for about ``rep`` ms after ``warmup`` ms; at least one call, however long it takes."""
-    if device.type in ("cuda", "npu") and importlib.util.find_spec("triton") is not None:
-        do_bench = importlib.import_module("triton.testing").do_bench
-        median, p20, p80 = do_bench(call, warmup=warmup, rep=rep, quantiles=[0.5, 0.2, 0.8])
-        return Times(median, p20, p80, "do_bench")
-    start = synchronised_clock()
-    while (synchronised_clock() - start) * 1e3 < warmup:
-        call()
-    seconds: list[float] = []
-    while sum(seconds) * 1e3 < rep or (len(seconds) < _SAMPLES and sum(seconds) < _PATIENCE_S):
-        start = synchronised_clock()
-        call()
-        seconds.append(synchronised_clock() - start)
-    quantiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
-    median, p20, p80 = (torch.tensor(seconds, dtype=torch.float64) * 1e3).quantile(quantiles).tolist()
-    return Times(median, p20, p80, "torch.utils.benchmark")
+# --- one row ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def measure(
-    case: Case, row: Row, requested: str | None, check: Check | None, flop: int, warmup: float, rep: float
-) -> None:
+def measure(case: Case, row: Row, requested: str | None, check: Check | None, work: Work, how: How) -> None:
     """Run one backend on one case and fill ``row``. None of what it raises gets out: it becomes a status and a reason.
 
     Args:
         requested: the backend to force; None for the package's own choice.
         check: what to compare the first output with; None to time unchecked results.
-        flop: of one call, as :func:`selected_flop` counts.
-        warmup, rep: in ms.
     """
     call = partial(sparse_attn.sparse_attention, *case.args, **case.kwargs)
     try:
         with sparse_attn.use_backend(requested) if requested else nullcontext():
             start = synchronised_clock()
             row.resolved_backend = sparse_attn.backend_for(*case.args, **case.kwargs)  # known even if the call raises
-            _check_and_time(case, row, call, start, check, flop, warmup, rep)
+            _check_and_time(case, row, call, start, check, row.resolved_backend, work, how)
     except sparse_attn.BackendUnavailableError as error:
         row.status, row.reason = "refused", str(error)
     except (
@@ -201,21 +177,34 @@ def measure(
 
 
 @torch.no_grad()
-def measure_peer(case: Case, row: Row, peer: Peer, check: Check | None, flop: int, warmup: float, rep: float) -> None:
-    """The same for a kernel of another library. Of one that computes something else, the result is not checked."""
+def measure_peer(case: Case, row: Row, peer: Peer, check: Check | None, work: Work, how: How) -> None:
+    """The same for a kernel of another library. A yardstick is compared with what it computes: dense attention."""
     row.resolved_backend = peer.name
-    row.reason = peer.unavailable(case.point)
+    row.reason = peer.unavailable(case, how.timer)
     if row.reason is not None:
         row.status = "refused"
         return
     try:
         start = synchronised_clock()
         call = peer.prepare(case)
-        _check_and_time(case, row, call, start, check if peer.same_function else None, flop, warmup, rep)
-        if not peer.same_function and row.status == "unchecked":
-            row.status, row.tflops_selected, row.tflops_nominal = "yardstick", None, None  # counts of another function
+        if peer.same_function:
+            _check_and_time(case, row, call, start, check, peer.name, work, how)
+        else:
+            everything = None if check is None else Check(with_every_block(case))
+            _check_and_time(case, row, call, start, everything, "reference", work, how)
+            if row.status == "PASS":
+                row.status = "yardstick"
+            row.tflops_selected = row.tflops_nominal = None  # counts of another function
+            row.compulsory_bytes = row.matmul_percent = row.copy_percent = row.bound_by = None
     except Exception as error:  # a peer may raise anything
         row.status, row.reason = "error", one_line(error)
+
+
+def with_every_block(case: Case) -> Case:
+    """The same data with an index that selects all blocks: what dense causal attention computes. Takes no memory."""
+    point = case.point
+    blocks = torch.arange(point.num_blocks, dtype=case.index.dtype, device=case.index.device)
+    return replace(case, index=blocks.expand(*case.index.shape[:-1], point.num_blocks))
 
 
 def _check_and_time(
@@ -224,24 +213,28 @@ def _check_and_time(
     call: Callable[[], Tensor],
     start: float,
     check: Check | None,
-    flop: int,
-    warmup: float,
-    rep: float,
+    like: str,
+    work: Work,
+    how: How,
 ) -> None:
-    """Call once, since ``start``; check that; call on, with a clock."""
+    """Call once, since ``start``; check that, as the backend ``like``'s output; call on, with a clock."""
     out = call()
     row.first_call_s = synchronised_clock() - start
     if check is not None:
-        verdict = check(out, row.resolved_backend)
+        verdict = check(out, like)
         row.checked_against, row.max_error = verdict.against, verdict.max_error
         if verdict.fault is not None:
             row.status, row.reason = "FAIL", verdict.fault
             return
     del out  # of several GB perhaps, and the next calls make their own
-    times = measure_time(call, case.q.device, warmup, rep)
+    times = measure_time(call, case.q.device, how.warmup, how.rep, how.timer)
     row.median_ms, row.p20_ms, row.p80_ms, row.timer = times
-    row.tflops_selected = flop / times.median / 1e9
+    row.l2 = L2[times.timer]
+    row.tflops_selected = work.flop / times.median / 1e9
     row.tflops_nominal = nominal_flop(case.point) / times.median / 1e9
+    row.compulsory_bytes = work.moved
+    if how.ceilings is not None:
+        row.matmul_percent, row.copy_percent, row.bound_by = place(work.flop, work.moved, times.median, how.ceilings)
     row.status = "unchecked" if check is None else "PASS"
 
 

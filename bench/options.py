@@ -1,124 +1,84 @@
-"""The command line of the benchmark: its words, and what they mean in points and backends."""
+"""What the command line means: points, backends, peers, and files that can be written. Ends the program if nothing."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-
-import torch
+from pathlib import Path
 
 import sparse_attn
 from sparse_attn import registry
 from sparse_attn.messages import unknown_backend
 
-from . import cases
+from . import cases, timers
+from .arguments import SHAPE
 from .older_code import build_for
 from .peers import PEERS, Peer
 
-_SHAPE = ("B", "Hq", "Hk", "N", "M", "D", "Dv", "topk", "block_size", "q_offset")
-_DTYPES = ("float16", "bfloat16", "float32")
-
-_EPILOG = """\
-Every result is checked before it is timed, with the tolerance of the contest's driver (atol = rtol = 1e-2): against
-the backend `reference`, and the reference itself against dense attention in fp64, on a sample of queries. A wrong
-result gets no times. Times are the median and the 20 % and 80 % quantiles of a call, in ms: by
-triton.testing.do_bench where there is Triton and an accelerator (it flushes the L2 cache between runs), else by
-torch.utils.benchmark.
-
-Two counts of floating-point operations:
-  nominal   2 * (D + Dv) * B * Hq * N * topk * block_size
-            the contest's 4 * B * Hq * N * topk * block * D when Dv = D: counts padding (-1) and masked keys as work
-  selected  2 * (D + Dv) * (number of (head, query, key) that the mask admits)
-            the work that the problem needs: duplicate ids once, no key after the query, ids out of range ignored
-
-exit status: 0; 1 if a result is wrong, a backend failed, or nothing could be timed; 2 if the command line is wrong.
-"""
+# What says what and how to measure: in vain where nothing is measured.
+_MEASURING = (
+    "set", "size", "sweep", "backend", "peers", "code_for", "device", "dtype", "pattern", "seed", "no_check", "warmup",
+    "rep", "timer", "no_roofline", "cold_start", *SHAPE,
+)  # fmt: skip
+_OF_ROWS = ("sweep", "timer", "no_roofline", "cold_start", "plot", "report", "compare", "threshold")
+PICTURES = (".png", ".svg", ".pdf")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m bench``."""
-    p = argparse.ArgumentParser(
-        prog="python -m bench",
-        description="Check and time sparse_attn on the points of the contest, or on a shape of your own.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what = p.add_argument_group("what to measure")
-    what.add_argument(
-        "--size", nargs="+", action="extend", metavar="SIZE",
-        help=f"{', '.join(cases.SIZES)}; several may be given (default: all on an accelerator, small medium on a CPU)",
-    )  # fmt: skip
-    what.add_argument("--set", choices=cases.SETS, default="statement", help="whose points (default: %(default)s)")
-    what.add_argument(
-        "--backend", nargs="+", action="extend", metavar="NAME",
-        help="force these backends, one row each; all: every known one; auto: the package's table "
-        f"(default: the package's choice, which {registry.ENVIRONMENT_VARIABLE} may override)",
-    )  # fmt: skip
-    what.add_argument(
-        "--peers", nargs="*", metavar="NAME",
-        help="other libraries' kernels on the same data, too, all or these: sdpa-cudnn and sdpa-flash, dense "
-        "attention, which is another function and a yardstick; flex and fla, which compute the same and are checked",
-    )  # fmt: skip
-    what.add_argument(
-        "--code-for", metavar="ARCH",
-        help="run the code that Triton makes for an older GPU, as sm80, on the one at hand (default: its own)",
-    )  # fmt: skip
-    what.add_argument("--device", type=_device, help="(default: cuda, else npu, else cpu)")
-    what.add_argument("--dtype", choices=_DTYPES, default="float16", help="of q, k, v (default: %(default)s)")
-    what.add_argument(
-        "--pattern", choices=cases.PATTERNS, default="random",
-        help="random: the contest's, a random choice of causal blocks for each query. local: neighbouring queries "
-        "share most blocks, as in trained models. dense: every causal block (default: %(default)s)",
-    )  # fmt: skip
-    what.add_argument("--seed", type=int, default=0, help="of the data (default: %(default)s)")
-    instead = p.add_argument_group("instead of measuring").add_mutually_exclusive_group()
-    instead.add_argument("--list", action="store_true", help="show the points and the backends")
-    instead.add_argument("--overhead", action="store_true", help="host time of a call whose backend does nothing")
+def check_together(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program if options contradict each other, or ask for what is not installed."""
+    given = {name for name in (*_MEASURING, *_OF_ROWS) if getattr(args, name) != p.get_default(name)}
+    if args.list or args.overhead:
+        if given & set(SHAPE):
+            p.error("--list and --overhead have shapes of their own: leave the shape's flags out")
+        if given & set(_OF_ROWS):
+            p.error(f"--list and --overhead time no points: leave out {_flags(given & set(_OF_ROWS))}")
+    if args.stored is not None and given & set(_MEASURING):
+        p.error(f"--from measures nothing: leave out {_flags(given & set(_MEASURING))}")
+    if args.threshold is not None and args.compare is None:
+        p.error("--threshold needs --compare OLD.json")
+    if args.cold_start and args.code_for is not None:
+        p.error("--cold-start measures the GPU's own code: leave out --code-for")
+    if args.plot is not None and Path(args.plot).suffix.lower() not in PICTURES:
+        p.error(f"--plot needs a file that ends in {', '.join(PICTURES)}, got {args.plot}")
+    for option, module in (("plot", "matplotlib"), ("report", "matplotlib"), ("report", "jinja2")):
+        if getattr(args, option) is not None and importlib.util.find_spec(module) is None:
+            p.error(f"--{option} needs {module}: pip install 'sparse_attn[bench]'")
 
-    how = p.add_argument_group("how")
-    how.add_argument("--no-check", action="store_true", help="time results without checking them")
-    how.add_argument("--warmup", type=_not_negative, default=10, metavar="MS", help="(default: %(default)s ms)")
-    how.add_argument(
-        "--rep", type=_not_negative, default=50, metavar="MS", help="time for so long (default: %(default)s ms)"
-    )
-    for form in ("json", "csv"):
-        how.add_argument(
-            f"--{form}", nargs="?", const="-", metavar="FILE",
-            help=f"write {form.upper()} to FILE, or to stdout, instead of the table, without one",
-        )  # fmt: skip
 
-    shape = p.add_argument_group(
-        "shape",
-        "Change these fields of the chosen points, or of medium when no --size is given. M follows N, and Dv D.",
-    )
-    for name in _SHAPE:
-        kind = int if name == "q_offset" else _positive
-        shape.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, metavar=name.upper())
-    return p
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join(sorted(f"--{name.replace('_', '-')}" for name in names))
 
 
 def chosen_points(p: argparse.ArgumentParser, args: argparse.Namespace) -> list[cases.Point]:
     """The points to measure. Ends the program with a message if they make no sense."""
-    shape = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
-    if shape and (args.list or args.overhead):
-        p.error("--list and --overhead have shapes of their own: leave the shape's flags out")
+    shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
     sizes = _words(args.size)
     for size in sizes:
         if size not in cases.SIZES:
             p.error(f"--size {size}: {_near(size, cases.SIZES)}choose from {', '.join(cases.SIZES)}")
-    if args.pattern == "dense" and "topk" in shape:
-        p.error("--topk contradicts --pattern dense, which selects every block")
+    sweeps: list[tuple[str, list[int]]] = args.sweep or []
+    if args.pattern == "dense" and "topk" in {*shape, *(name for name, _ in sweeps)}:
+        p.error("--topk and its sweep contradict --pattern dense, which selects every block")
     if not sizes:
-        sizes = ["medium"] if shape else ["small", "medium"] if args.device.type == "cpu" else ["all"]
+        own = shape or sweeps
+        sizes = ["medium"] if own else ["small", "medium"] if args.device.type == "cpu" else ["all"]
     points = cases.points(args.set, sizes)
     if shape:
         changes = ",".join(f"{name}={value}" for name, value in shape.items())
         points = [
             cases.override(point, f"{point.size} {changes}" if args.size else "custom", **shape) for point in points
         ]
+    if sweeps:
+        swept: dict[tuple[object, ...], cases.Point] = {}
+        for point in points:
+            for name, values in sweeps:
+                for value in values:
+                    changed = cases.override(point, f"{point.size} {name}={value}", **{name: value})
+                    swept.setdefault((point.size, *changed.shape.values()), changed)  # in two sweeps: one point
+        points = list(swept.values())
     for point in points:
         if point.Hq % point.Hk:
             p.error(f"{point.size}: Hq must be a multiple of Hk, got Hq={point.Hq} and Hk={point.Hk}")
@@ -140,28 +100,50 @@ def chosen_backends(p: argparse.ArgumentParser, args: argparse.Namespace) -> lis
     return [*dict.fromkeys(names)] or [None]
 
 
-def chosen_peers(p: argparse.ArgumentParser, args: argparse.Namespace) -> list[Peer]:
-    """The peers to measure. Ends the program with a message if one does not exist."""
+def chosen_peers(p: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[Peer], list[Peer]]:
+    """The peers to measure, and those left out. Ends the program with a message if one does not exist.
+
+    Without names: all that are installed and made for the device, and those that are not installed.
+    """
     if args.peers is None:
-        return []
+        return [], []
     known = {peer.name: peer for peer in PEERS}
-    names = _words(args.peers) or list(known)
+    names = _words(args.peers)
     for name in names:
         if name not in known:
             p.error(f"--peers {name}: {_near(name, known)}choose from {', '.join(known)}")
-    return [known[name] for name in names]
+    if names:
+        return [known[name] for name in dict.fromkeys(names)], []
+    fitting = [peer for peer in PEERS if not peer.devices or args.device.type in peer.devices]
+    return [peer for peer in fitting if peer.installed], [peer for peer in fitting if not peer.installed]
+
+
+def check_timer(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program with a message if ``--timer`` cannot time calls on the device."""
+    if args.timer is not None:
+        why = timers.unavailable(args.timer, args.device)
+        if why is not None:
+            p.error(f"--timer {args.timer} {why}")
 
 
 def check_files(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the program now, not after all measurements, if the results could not be written."""
     if args.json == args.csv == "-":
         p.error("--json and --csv cannot both go to stdout: give one of them a FILE")
-    if args.json is not None and args.json == args.csv:
-        p.error(f"--json and --csv cannot both go to {args.json}: the second would replace the first")
-    for target in {args.json, args.csv} - {None, "-"}:
+    targets = [target for target in (args.json, args.csv, args.plot) if target not in (None, "-")]
+    for target in targets:
+        if targets.count(target) > 1:
+            p.error(f"two results cannot both go to {target}: the second would replace the first")
         place = target if os.path.exists(target) else os.path.dirname(target) or "."
         if os.path.isdir(target) or not os.access(place, os.W_OK):
             p.error(f"cannot write {target}")
+    if args.report is not None:
+        try:
+            os.makedirs(args.report, exist_ok=True)
+        except OSError as error:
+            p.error(f"--report needs a folder, and cannot make {args.report}: {error.strerror}")
+        if not os.access(args.report, os.W_OK):
+            p.error(f"cannot write in {args.report}")
 
 
 def use_older_code(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -174,31 +156,11 @@ def use_older_code(p: argparse.ArgumentParser, args: argparse.Namespace) -> None
         p.error(f"--code-for: {error}")
 
 
-def _words(arguments: Sequence[str] | None) -> list[str]:
-    return [word for argument in arguments or () for word in argument.split(",") if word]
+def _words(values: Sequence[str] | None) -> list[str]:
+    """The words of an option that takes several, with commas or blanks between them."""
+    return [word for value in values or () for word in value.split(",") if word]
 
 
-def _near(word: str, valid: Iterable[str]) -> str:
-    near = get_close_matches(word, list(valid), n=1)
+def _near(word: str, known: Iterable[str]) -> str:
+    near = get_close_matches(word, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not there: {str(error).splitlines()[0]}") from None
-    return device
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value

@@ -1,4 +1,4 @@
-"""The benchmark: its points and data, its FLOP counts, and that it gives no times for wrong results."""
+"""The benchmark's command line, and that it gives no times for wrong results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import time
-from dataclasses import asdict
-from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,151 +26,7 @@ from bench.__main__ import main
 from bench.dense import dense_attention
 from bench.overhead import measure_overhead
 
-CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parent.parent
-SMALL = ("--size", "small", "--device", "cpu", "--warmup", "0", "--rep", "1")
-TINY = cases.Point("statement", "tiny", B=2, Hq=4, Hk=2, N=37, M=45, D=8, Dv=4, topk=3, block_size=8, q_offset=5)
-
-
-def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, with pipes for stdout and stderr."""
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-
-
-def rows_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    return json.loads(capsys.readouterr().out)["rows"]
-
-
-# --- points and data ------------------------------------------------------------------------------------------------
-
-
-def test_points_are_those_of_the_contest() -> None:
-    table = """
-        small   statement 1 16 1  128  128  64  4 32
-        medium  statement 2 64 4 1024 1024  64 16 64
-        large-1 statement 4 64 4 4096 4096 128 32 64
-        large-2 statement 8 64 4 8192 8192 128 32 64
-        small   handout   1 16 1  128  128  64  4 64
-        medium  handout   1 64 4 1024 1024  64 16 64
-        large-1 handout   1 64 4 4096 4096 128 32 64
-        large-2 handout   2 64 4 8192 8192 128 64 64
-    """
-    expected = [tuple(line.split()) for line in table.strip().splitlines()]
-    found = [
-        tuple(map(str, (p.size, p.set, p.B, p.Hq, p.Hk, p.N, p.M, p.D, p.topk, p.block_size))) for p in cases.POINTS
-    ]
-    assert found == expected
-    assert all(p.Dv == p.D and p.q_offset == 0 for p in cases.POINTS)
-    assert [round(p.density, 2) for p in cases.POINTS] == [1, 1, 0.75, 0.44, 1, 1, 0.75, 0.75]
-
-
-def causal_blocks(point: cases.Point, i: int) -> list[int]:
-    return [b for b in range(point.num_blocks) if b * point.block_size <= i + point.q_offset]
-
-
-@pytest.mark.parametrize("pattern", cases.PATTERNS)
-@pytest.mark.parametrize("q_offset", [0, 5, -20, 100])
-def test_index_has_distinct_causal_blocks_and_padding_behind(pattern: str, q_offset: int) -> None:
-    point = cases.override(TINY, "tiny", q_offset=q_offset, topk=TINY.num_blocks if pattern == "dense" else 3)
-    index = cases.make_index(point, pattern, CPU, seed=0)
-    assert index.shape == (point.B, point.Hk, point.N, point.topk)
-    assert index.dtype == torch.int32
-    for lists in index.flatten(0, 1).tolist():
-        for i, ids in enumerate(lists):
-            causal = causal_blocks(point, i)
-            count = min(point.topk, len(causal))
-            assert ids[count:] == [-1] * (point.topk - count)
-            assert len(set(ids[:count])) == count
-            assert set(ids[:count]) <= set(causal)
-
-
-def test_random_is_one_uniform_permutation_for_all_heads() -> None:
-    point = cases.override(TINY, "tiny", N=4000, M=32, block_size=8, topk=2)
-    index = cases.make_index(point, "random", CPU, seed=3)
-    assert (index == index[:1, :1]).all()
-    pairs = index[0, 0, 32:].long()
-    counts = torch.bincount(pairs[:, 0] * 4 + pairs[:, 1], minlength=16).view(4, 4)
-    assert counts.diagonal().sum() == 0
-    off_diagonal = counts[~torch.eye(4, dtype=torch.bool)]
-    assert (off_diagonal - len(pairs) / 12).abs().max() < 100  # 330 each, with a deviation of 17
-    assert not torch.equal(index, cases.make_index(point, "random", CPU, seed=4))
-
-
-def test_local_has_first_and_own_block_and_changes_slowly() -> None:
-    point = cases.override(TINY, "tiny", N=2048, M=2048, q_offset=0, block_size=16, topk=16)
-    index = cases.make_index(point, "local", CPU, seed=0)
-    own = torch.arange(point.N)[:, None] // point.block_size
-    assert (index == 0).any(-1).all()
-    assert (index == own).any(-1).all()
-    assert not torch.equal(index[0, 0], index[1, 1])
-    late = index[0, 0, point.N // 2 :]
-    kept = (late[1:, :, None] == late[:-1, None, :]).any(-1).float().mean()
-    assert kept > 0.7  # of 128 blocks, 16 at random would keep 0.13
-
-
-def test_index_in_chunks_obeys_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "_CHUNK", 50)
-    for pattern in cases.PATTERNS:
-        test_index_has_distinct_causal_blocks_and_padding_behind(pattern, 5)
-
-
-@pytest.mark.parametrize("set_name", cases.SETS)
-def test_large_index_is_made_and_counted_in_seconds(set_name: str) -> None:
-    (point,) = cases.points(set_name, ["large-2"])
-    start = time.perf_counter()
-    selected = measure.selected_flop(point, cases.make_index(point, "random", CPU, seed=0))
-    cases.make_index(point, "local", CPU, seed=0)
-    assert time.perf_counter() - start < 15
-    assert selected / 1e12 == pytest.approx({"statement": 3.825, "handout": 1.644}[set_name], rel=2e-3)
-
-
-def test_overrides_keep_lengths_and_features_together() -> None:
-    medium = cases.points("statement", ["medium"])[0]
-    assert asdict(cases.override(medium, "x", N=7, D=32)) == {**asdict(medium), "size": "x"} | {
-        "N": 7,
-        "M": 7,
-        "D": 32,
-        "Dv": 32,
-    }
-    assert cases.override(medium, "x", N=7, M=9).M == 9
-    assert cases.override(TINY, "x", N=7, D=16).shape == {**TINY.shape, "N": 7, "D": 16}
-
-
-# --- FLOPs ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("q_offset", [0, 8, -11])
-@pytest.mark.parametrize(("N", "M"), [(37, 37), (20, 45), (45, 20)])
-@pytest.mark.parametrize("chunk", [2**22, 20])
-def test_selected_flop_counts_the_mask(
-    N: int, M: int, q_offset: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "_CHUNK", chunk)
-    point = cases.override(TINY, "tiny", N=N, M=M, topk=6, q_offset=q_offset)
-    generator = torch.Generator().manual_seed(N)
-    ids = torch.tensor([*range(-2, point.num_blocks + 2), -(2**31), 2**31 - 1], dtype=torch.int32)
-    draws = torch.randint(len(ids), (point.B, point.Hk, N, point.topk), generator=generator)  # with repeats
-    index = ids[draws]
-    mask = torch.zeros(point.B, point.Hk, N, M, dtype=torch.bool)
-    for i in range(N):
-        for j in range(M):
-            if j <= i + q_offset:
-                mask[:, :, i, j] = (index[:, :, i] == j // point.block_size).any(-1)
-    expected = 2 * (point.D + point.Dv) * int(mask.sum()) * (point.Hq // point.Hk)
-    assert measure.selected_flop(point, index) == expected
-
-
-def test_nominal_flop_is_the_contest_count() -> None:
-    for p in cases.POINTS:
-        assert measure.nominal_flop(p) == 4 * p.B * p.Hq * p.N * p.topk * p.block_size * p.D
-    assert measure.nominal_flop(TINY) == 2 * (8 + 4) * 2 * 4 * 37 * 3 * 8
-
+from .bench_run import CPU, QUICK, ROOT, SHAPE, SMALL, TINY, bench, rows_of
 
 # --- the command line -----------------------------------------------------------------------------------------------
 
@@ -183,7 +38,7 @@ def test_piped_table_is_plain_and_whole() -> None:
     (line,) = [line for line in done.stdout.splitlines() if "| small" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:3] == ["small", "reference", "PASS"]
-    assert cells[-2:] == ["dense fp64", "torch.utils.benchmark"]
+    assert cells[-3:] == ["dense fp64", "torch.utils.benchmark", "warm"]
     said = [line for line in done.stderr.splitlines() if "CUDA runtime" not in line]  # torch's own, where it finds nvcc
     assert [line.partition(":")[0] for line in said] == ["On a CPU"]
 
@@ -197,9 +52,11 @@ def test_json_has_every_field(tmp_path: Path) -> None:
     }  # fmt: skip
     (row,) = document["rows"]
     assert set(row) == {
-        "set", "size", "B", "Hq", "Hk", "N", "M", "D", "Dv", "topk", "block_size", "q_offset", "dtype", "pattern",
-        "seed", "requested_backend", "resolved_backend", "status", "reason", "median_ms", "p20_ms", "p80_ms",
-        "tflops_selected", "tflops_nominal", "max_error", "checked_against", "timer", "first_call_s",
+        "set", "size", "B", "Hq", "Hk", "N", "M", "D", "Dv", "topk", "block_size", "q_offset", "density", "dtype",
+        "pattern", "seed", "requested_backend", "kind", "resolved_backend", "status", "reason", "median_ms", "p20_ms",
+        "p80_ms", "tflops_selected", "tflops_nominal", "max_error", "checked_against", "timer", "l2",
+        "compulsory_bytes", "matmul_percent", "copy_percent", "bound_by", "first_call_s", "cold_start_s",
+        "cached_start_s",
     }  # fmt: skip
     assert row["set"] == "handout"
     assert row["size"] == "small q_offset=3"
@@ -227,7 +84,21 @@ def test_missing_rich_is_said_in_one_line() -> None:
         (["--Hq", "6", "--Hk", "4"], "Hq must be a multiple of Hk"),
         (["--N", "0"], "must be at least 1"),
         (["--device", "nonsense"], "'nonsense' is not there"),
-        (["--pattern", "dense", "--topk", "2"], "contradicts"),
+        (["--pattern", "dense", "--topk", "2"], "contradict"),
+        (["--pattern", "dense", "--sweep", "topk=2,4"], "contradict"),
+        (["--sweep", "N=1,two"], "needs whole numbers, as 1024 or 1k, got '1,two'"),
+        (["--sweep", "n=1"], "needs FIELD=A,B,... with one of B, Hq"),
+        (["--sweep", "N=0,4"], "none below 1"),
+        (["--timer", "graph"], "--timer graph needs a device of type cuda, got cpu: leave --timer out"),
+        (["--timer", "do_bench"], "--timer do_bench needs a device of type cuda or npu, got cpu"),
+        (["--threshold", "0.1"], "--threshold needs --compare"),
+        (["--plot", "x.jpeg"], "needs a file that ends in .png, .svg, .pdf, got x.jpeg"),
+        (["--plot", "no/such/folder/x.png"], "cannot write"),
+        (["--report", "README.md"], "--report needs a folder"),
+        (["--json", "x.png", "--plot", "x.png"], "cannot both go to x.png"),
+        (["--list", "--cold-start"], "time no points: leave out --cold-start"),
+        (["--cold-start", "--code-for", "sm80"], "leave out --code-for"),
+        (["--from", "x.json"], "--from measures nothing: leave out --device"),
         (["--json", "--csv"], "cannot both go to stdout"),
         (["--json", "no/such/folder/x.json"], "cannot write"),
         (["--list", "--N", "5"], "shapes of their own"),
@@ -353,69 +224,113 @@ def test_data_that_cannot_be_made_is_an_error_row(
     assert (row["status"], row["reason"]) == ("error", "OutOfMemoryError: made up")
 
 
-def test_peers_are_checked_unless_they_are_yardsticks(
+def test_peers_are_checked_as_what_they_compute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A right peer passes, a wrong one gets no times, one that computes something else is timed and says so."""
+    """A right peer passes, a wrong one gets no times; a yardstick is compared with dense attention, and has times."""
+
+    def same(case: cases.Case):  # type: ignore[no-untyped-def]
+        return lambda: dense_attention(*case.args, dtype=torch.float16)[0]
 
     def dense(case: cases.Case):  # type: ignore[no-untyped-def]
-        return lambda: dense_attention(*case.args, dtype=torch.float16)[0]
+        return lambda: torch.nn.functional.scaled_dot_product_attention(
+            case.q, case.k, case.v, is_causal=True, enable_gqa=True
+        )
 
     def nothing(case: cases.Case):  # type: ignore[no-untyped-def]
         return lambda: torch.zeros_like(case.q)
 
+    def fine(point: cases.Point) -> None:
+        return None
+
     made_up = (
-        peers.Peer("right", "torch", "", dense, lambda point: None),
-        peers.Peer("wrong", "torch", "", nothing, lambda point: None),
-        peers.Peer("other", "torch", "", nothing, lambda point: None, same_function=False),
-        peers.Peer("absent", "no_such_package", "pip install no-such-package", dense, lambda point: None),
-        peers.Peer("picky", "torch", "", dense, lambda point: f"needs N = 1, got N={point.N}"),
+        peers.Peer("right", "torch", "", same, fine),
+        peers.Peer("wrong", "torch", "", nothing, fine),
+        peers.Peer("other", "torch", "", dense, fine, same_function=False),
+        peers.Peer("not-dense", "torch", "", same, fine, same_function=False),
+        peers.Peer("picky", "torch", "", same, lambda point: f"needs N = 1, got N={point.N}"),
+        peers.Peer("absent", "no_such_package.inner", "pip install no-such-package", same, fine),
+        peers.Peer("gpu", "torch", "", same, fine, devices=("cuda",)),
     )
     monkeypatch.setattr(options, "PEERS", made_up)
-    assert main([*SMALL, "--backend", "reference", "--peers", "--json"]) == 1  # one of them is wrong
-    rows = rows_of(capsys)
-    assert [row["status"] for row in rows] == ["PASS", "PASS", "FAIL", "yardstick", "refused", "refused"]
+    sparse = (*SHAPE, *QUICK, "--backend", "reference", "--json")
+    assert main([*sparse, "--peers"]) == 1  # one of them is wrong
+    document = json.loads(capsys.readouterr().out)
+    rows = document["rows"]
+    assert [row["status"] for row in rows] == ["PASS", "PASS", "FAIL", "yardstick", "FAIL", "refused"]
     assert [row["median_ms"] is None for row in rows] == [False, False, True, False, True, True]
-    assert rows[4]["reason"] == "needs no_such_package, which is not installed: pip install no-such-package"
-    assert rows[5]["reason"] == "needs N = 1, got N=128"
+    assert [row["kind"] for row in rows] == ["backend", "peer", "peer", "yardstick", "yardstick", "peer"]
+    assert rows[3]["checked_against"] == "dense fp64"
+    assert rows[3]["tflops_selected"] is None
+    assert rows[5]["reason"] == "needs N = 1, got N=48"
+    assert document["header"]["peers_absent"] == {"absent": "pip install no-such-package"}
+
+    assert main([*sparse, "--peers", "absent", "gpu", "picky", "other"]) == 0
+    reasons = [row["reason"] for row in rows_of(capsys)[1:]]
+    assert "needs no_such_package.inner, which is not installed, or broken: pip install" in reasons[0]
+    assert reasons[1:] == ["needs a device of type cuda, got cpu", "needs N = 1, got N=48", None]
 
 
 def test_what_peers_refuse() -> None:
     square = cases.POINTS[0]
     decode = cases.override(square, "decode", N=1, M=128, q_offset=127)
     refused = {peer.name: (peer.refuses(square), peer.refuses(decode)) for peer in peers.PEERS}
-    assert refused["sdpa-cudnn"] == (None, "needs N = M and q_offset = 0, got N=1, M=128 and q_offset=127")
+    elsewhere = "needs N = M and q_offset = 0, got N=1, M=128 and q_offset=127"
+    for name in ("sdpa-cudnn", "sdpa-flash", "flash-attn", "flash-attn-3", "nsa-triton"):
+        assert refused[name] == (None, elsewhere)
     assert refused["fla"] == (None, None)
-    assert "at least 16" in (peers.PEERS[3].refuses(cases.override(square, "mha", Hk=16)) or "")
+    by_name = {peer.name: peer for peer in peers.PEERS}
+    assert "at least 16" in (by_name["fla"].refuses(cases.override(square, "mha", Hk=16)) or "")
+    assert by_name["flash-attn"].refuses(cases.override(square, "x", Dv=32)) == "needs D = Dv, got D=64 and Dv=32"
+    assert "got 48" in (by_name["nsa-triton"].refuses(cases.override(square, "x", block_size=48)) or "")
 
 
-def test_timer_is_do_bench_on_an_accelerator_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    def do_bench(call: object, **options: object) -> list[float]:
-        assert options == {"warmup": 10, "rep": 50, "quantiles": [0.5, 0.2, 0.8]}
-        return [2.0, 1.0, 3.0]
+def test_what_peers_refuse_beyond_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up tensors of a GPU: dtypes, and calls that wait for the device in a graph."""
+    monkeypatch.setattr(peers.Peer, "installed", True)
+    by_name = {peer.name: peer for peer in peers.PEERS}
 
-    for name in ("triton", "triton.testing"):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys.modules["triton.testing"], "do_bench", do_bench, raising=False)
-    for kind in ("cuda", "npu"):
-        device = SimpleNamespace(type=kind)
-        assert measure.measure_time(print, device, 10, 50) == (2.0, 1.0, 3.0, "do_bench")  # type: ignore[arg-type]
+    def case(device: str, dtype: torch.dtype) -> cases.Case:
+        q: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return cases.Case(cases.POINTS[0], "random", 0, q, q, q, q)
+
+    for name in ("sdpa-cudnn", "sdpa-flash", "flash-attn", "flash-attn-3", "nsa-triton"):
+        assert by_name[name].unavailable(case("cuda", torch.bfloat16)) is None
+        assert "needs float16 or bfloat16" in (by_name[name].unavailable(case("cuda", torch.float32)) or "")
+    assert by_name["sdpa-flash"].unavailable(case("cpu", torch.float32)) is None
+    assert by_name["fla"].unavailable(case("cuda", torch.float32), "graph") is None
+    assert "got graph: each call waits" in (
+        by_name["nsa-triton"].unavailable(case("cuda", torch.float16), "graph") or ""
+    )
 
 
-def test_slow_calls_are_timed_once_after_one_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_PATIENCE_S", 0.02)
-    calls: list[float] = []
+@pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "nsa-triton"])
+def test_layouts_of_peers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with these packages' documented signatures and layouts get what makes their answers ours."""
 
-    def slow() -> None:
-        calls.append(0)
-        time.sleep(0.03)
+    def flash_attn_func(q, k, v, causal):  # type: ignore[no-untyped-def]
+        assert causal
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # from [B, N, heads, D]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2) if name == "flash-attn" else (out.transpose(1, 2), None)
 
-    times = measure.measure_time(slow, CPU, warmup=10, rep=20)
-    assert len(calls) == 2
-    assert times.median >= 29
-    assert times.timer == "torch.utils.benchmark"
+    def topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens):  # type: ignore[no-untyped-def]
+        outs = []
+        for start, end in pairwise(cu_seqlens.tolist()):
+            part = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            outs.append(dense_attention(*part, topk_idx[None, :, start:end], block_size)[0][0].transpose(0, 1))
+        return torch.cat(outs).to(q.dtype)
+
+    module = SimpleNamespace(flash_attn_func=flash_attn_func, topk_sparse_attention=topk_sparse_attention)
+    (peer,) = [peer for peer in peers.PEERS if peer.name == name]
+    monkeypatch.setitem(sys.modules, peer.module, module)
+    point = cases.override(TINY, "square", N=37, M=37, Dv=8, q_offset=0)
+    case = cases.make_case(point, "local", torch.float32, CPU, 0)  # a list for each batch entry and head
+    out = peer.prepare(case)()
+    expected = case if peer.same_function else measure.with_every_block(case)
+    verdict = measure.Check(expected)(out, "reference")
+    assert verdict.fault is None
+    assert verdict.against == "dense fp64"
 
 
 # --- overhead -------------------------------------------------------------------------------------------------------
