@@ -46,7 +46,7 @@ def solution() -> str:
     found = sections(front)
     docstring = ast.parse(front).body[0].end_lineno
     lines = front.splitlines(keepends=True)
-    return "".join([*lines[:docstring], *_contents(found), *lines[docstring:], *map(_rendered, found)])
+    return "".join([*lines[:docstring], *_contents(found), *lines[docstring:], *map(rendered, found)])
 
 
 def _contents(found: list[Section]) -> list[str]:
@@ -179,7 +179,8 @@ def _blank_lines(before: ast.stmt | None, node: ast.stmt) -> int:
 # --- a module as a section -------------------------------------------------------------------------------------------
 
 
-def _rendered(section: Section) -> str:
+def rendered(section: Section) -> str:
+    """The lines of a section, with its heading and its condition."""
     lines = section.source.splitlines(keepends=True)
     evaluated = not any(_is_future(node) for node in ast.parse(section.source).body)
     if not evaluated:  # the front has this statement, and a section must not
