@@ -16,10 +16,10 @@ It needs torch 2.5 and Python 3.10, or newer, and uses what else it finds:
 # backends.triton_cuda.block_lists, backends.triton_cuda.launch, backends.triton_cuda.plan, backends.triton_cuda.gather,
 # backends.triton_cuda.tiles, backends.triton_cuda.union, backends.tilelang_hopper, backends.tilelang_hopper.adapter,
 # backends.tilelang_hopper.compiled, backends.tilelang_hopper.block_lists, backends.tilelang_hopper.plan,
-# backends.tilelang_hopper.union, backends.tilelang_hopper.parts, backends.triton_ascend,
-# backends.triton_ascend.adapter, backends.triton_ascend.attention, backends.triton_ascend.block_lists,
-# backends.triton_ascend.plan, backends.torch_npu, backends.torch_npu.adapter, backends.torch_npu.mapping,
-# backends.torch_npu.fused_op.
+# backends.tilelang_hopper.exact, backends.tilelang_hopper.parts, backends.tilelang_hopper.union,
+# backends.triton_ascend, backends.triton_ascend.adapter, backends.triton_ascend.attention,
+# backends.triton_ascend.block_lists, backends.triton_ascend.plan, backends.torch_npu, backends.torch_npu.adapter,
+# backends.torch_npu.mapping, backends.torch_npu.fused_op.
 
 from __future__ import annotations
 
@@ -2740,7 +2740,7 @@ if SECTION == "backends.tilelang_hopper.adapter":
 
     from ...contract import Problem
     from . import compiled
-    from .plan import few_or_sparse, plan
+    from .plan import exact_tiles, few_or_sparse, plan, wastes
 
     MAX_FEATURES = 256
     _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -2841,7 +2841,12 @@ if SECTION == "backends.tilelang_hopper.adapter":
         q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
         q = for_tma(q)
         k, v = (for_tma(packed(x, block_size, packed_size)) for x in (k, v))
-        tiles = plan(g, q.shape[3], v.shape[3], packed_size)
+        device = q.device
+        D, sms = q.shape[3], _multiprocessors(device)
+        exact = exact_tiles(sms, g, D, v.shape[3], packed_size)
+        if exact and not wastes(N, M, topk, block_size, q_offset):
+            exact = None
+        tiles = exact or plan(g, D, v.shape[3], packed_size)
 
         boxes_per_block = packed_size // tiles.box
         tiles_of_head = -(-N // tiles.queries)
@@ -2849,7 +2854,6 @@ if SECTION == "backends.tilelang_hopper.adapter":
         # Two steps more than there are boxes: masked steps are padded, and what follows the last step is read, too.
         capacity = min(boxes, tiles.queries * topk * boxes_per_block) + 2 * (tiles.BN // tiles.box)
         lists = B * Hk * tiles_of_head
-        device = q.device
         listed, masks = (torch.empty(lists, capacity, dtype=torch.int32, device=device) for _ in range(2))
         counts = torch.empty(lists, 4, dtype=torch.int32, device=device)
         out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
@@ -2859,10 +2863,10 @@ if SECTION == "backends.tilelang_hopper.adapter":
             index, listed, masks, counts, M, block_size, boxes_per_block, q_offset, tiles_of_head
         )
         chunks = -(-g // tiles.heads)
-        compiled.union(tiles, _DTYPES[q.dtype])(
+        (compiled.exact if exact else compiled.union)(tiles, _DTYPES[q.dtype])(
             q, k, v, listed, masks, counts, out, _nothing(device) if lse is None else lse,
             scale, int(return_lse), M, block_size, boxes_per_block, q_offset, g, chunks, tiles_of_head,
-            together(M, q.shape[3] + v.shape[3]) * chunks, min(_multiprocessors(device), lists * chunks),
+            together(M, D + v.shape[3]) * chunks, min(sms * (2 if exact else 1), lists * chunks),
         )  # fmt: skip
         if v.shape[3] != Dv:
             out = out[..., :Dv].contiguous()
@@ -2940,6 +2944,7 @@ if SECTION == "backends.tilelang_hopper.compiled":
     from tilelang.contrib.nvcc import find_cuda_path
 
     from .block_lists import block_lists_kernel
+    from .exact import exact_kernel
     from .plan import Tiles
     from .union import union_kernel
 
@@ -2980,6 +2985,11 @@ if SECTION == "backends.tilelang_hopper.compiled":
     def union(tiles: Tiles, dtype: str) -> Any:
         """``union.union_kernel`` for ``tiles`` and ``"float16"`` or ``"bfloat16"``."""
         return _compile(union_kernel, tiles, dtype)
+
+
+    def exact(tiles: Tiles, dtype: str) -> Any:
+        """``exact.exact_kernel`` for ``tiles`` and ``"float16"`` or ``"bfloat16"``."""
+        return _compile(exact_kernel, tiles, dtype)
 
 
     def block_lists(tiles: Tiles, index_dtype: str) -> Any:
@@ -3203,7 +3213,7 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
 # === sparse_attn/backends/tilelang_hopper/plan.py ====================================================================
 
 if SECTION == "backends.tilelang_hopper.plan":
-    """Which tiles run a problem, from tables; nothing here touches a device or TileLang."""
+    """Which kernel and tiles run a problem, from tables; nothing here touches a device or TileLang."""
 
     from functools import lru_cache
     from typing import NamedTuple
@@ -3218,6 +3228,23 @@ if SECTION == "backends.tilelang_hopper.plan":
     _FEW_TILES = 100
     # Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic.
     _LITTLE_SHARING = 2.0
+
+    # What tells Hopper GPUs apart: how many FLOP of wgmma (fp16, dense) a multiprocessor does in a clock. No property says
+    # so; how many multiprocessors there are tells which GPU it is. Others have a Hopper multiprocessor's full rate.
+    #
+    # | multiprocessors | FLOP / clock | from |
+    # |---|---|---|
+    # | 132, 114, ... (H100, H200, H800, GH200) | 4096 | 989 TFLOP/s published for 132 at 1.83 GHz |
+    # | 78 (H20) | 1037 | 148 TFLOP/s published, at 1.83 GHz |
+    _FULL_RATE = 4096
+    _RATES = {78: 1037}
+    # The exact kernel reads k and v from shared memory for each query alone, at 128 bytes a clock: 64 keys of 128 + 128
+    # features in 256 clocks. At the full rate their products take 128, at a quarter of it 506.
+    _SLOW_RATE = 2048
+    # Products of the union kernel for each that is needed, expected if each query chooses by itself: below, no kernel that
+    # multiplies 16 columns at a time makes up for what that costs. By argument: see "The H20, on paper" in
+    # docs/performance.md.
+    _WASTE = 1.15
 
 
     class Tiles(NamedTuple):
@@ -3259,6 +3286,42 @@ if SECTION == "backends.tilelang_hopper.plan":
             """Shared memory of the tiles."""
             q = self.warpgroups * _ROWS * self.D_padded
             return 2 * (q + self.BN * (self.k_stages * self.D_padded + self.v_stages * self.Dv_padded))
+
+
+    def exact_tiles(sms: int, g: int, D: int, Dv: int, block_size: int) -> Tiles | None:
+        """Tiles of the exact kernel if a GPU with ``sms`` multiprocessors calls for it and it can run this; else None.
+
+        It has 16 heads, boxes of 64 keys, and sums of up to 128 features.
+        """
+        if _RATES.get(sms, _FULL_RATE) > _SLOW_RATE:
+            return None
+        if heads_of_tile(g) != 16 or block_size % 64 != 0 or max(D, Dv) > 128:
+            return None
+        return Tiles(16, 4, 64, 64, D, Dv, 1, 2, 2)
+
+
+    def wastes(N: int, M: int, topk: int, block_size: int, q_offset: int) -> bool:
+        """Whether the union kernel would multiply much that nobody selected."""
+        # Blocks, not keys: decoding, where q_offset grows from call to call, is to find its answer again.
+        return expected_waste(N, M, topk, block_size, q_offset // block_size) > _WASTE
+
+
+    @lru_cache(maxsize=4096)
+    def expected_waste(N: int, M: int, topk: int, block_size: int, first_block: int) -> float:
+        """Pairs of 4 queries and a block that any of them takes, times 4, for each pair of a query and a block.
+
+        If each chooses as many blocks as it may, at random, among those in its reach. The first query stands in
+        ``first_block``.
+        """
+        pairs = union = 0.0
+        step = max(1, N // 64)
+        for query in range(step // 2, N, step):
+            reach = min(-(-M // block_size), query // block_size + first_block + 1)
+            if reach > 0:
+                share = min(1.0, topk / reach)
+                pairs += 4 * reach * share
+                union += 4 * reach * (1 - (1 - share) ** 4)
+        return union / pairs if pairs else 1.0
 
 
     @lru_cache(maxsize=4096)
@@ -3312,210 +3375,271 @@ if SECTION == "backends.tilelang_hopper.plan":
         return reasons
 
 
-# === sparse_attn/backends/tilelang_hopper/union.py ===================================================================
+# === sparse_attn/backends/tilelang_hopper/exact.py ===================================================================
 
-if SECTION == "backends.tilelang_hopper.union":  # annotations are values
-    """The union kernel for Hopper: warps that load, and warpgroups that multiply, walk the union of a tile's blocks once.
+if SECTION == "backends.tilelang_hopper.exact":  # annotations are values
+    """The exact kernel for Hopper GPUs whose products are slow: it multiplies a query by the blocks that it selected, and no other.
 
-    A tile is 4 queries of 16 heads (or 8 of 8, ...) for each warpgroup: the 64 rows of a wgmma. Two warpgroups share what
-    is loaded, 128 keys a step, and each leaves out the steps that none of its own queries selected. A block stays on its
-    multiprocessor for the whole launch and takes one tile after the other: loads for the next begin while the last is
-    being finished.
+    The union kernel multiplies 4 queries of 16 heads by every block that any of them selected, since a wgmma has 64 rows.
+    Here its 64 rows are the keys of a block, and its columns the 16 heads of one query: scores are computed transposed, and
+    so are sums. A tile of 4 queries shares what is loaded; a block that two of them selected is multiplied twice. Each
+    product reads k or v from shared memory for 16 columns only: on a GPU with the full rate of products that is what bounds
+    it, on one with a quarter of it (H20) it is not. Two blocks on a multiprocessor fill each other's waits.
 
-    The softmax is FlashAttention-3's inner overlap (Shah et al., 2024, algorithm 2): scores of a step are multiplied while
-    the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a maximum
-    grew by more than 2**8, as in FlashAttention-4: the result is the same, since weights and sums refer to the same number.
+    Maxima are over keys, which lie in all four warps: one exchange a step, for all queries, through shared memory.
     """
 
     from types import SimpleNamespace
 
     import tilelang.language as T
 
-    from .parts import COLUMNS, FIRST_BARRIER, entry, parts, rings, row_state
+    from .parts import COLUMNS, FIRST_BARRIER, entry, parts, rings
     from .plan import Tiles
 
-    # Rows of a warpgroup's tile: the M of wgmma.
-    ROWS = 64
+    # Heads: the columns of a product.
+    HEADS = 16
+    # Blocks that share a multiprocessor.
+    BLOCKS = 2
     _INF = float("inf")
+    _COLUMNS_OF_A_THREAD = 4
+
+    # How a thread's part of 64 x 16 scores lies: values 0 to 7 are rows r and r + 8, of columns c and c + 1, c + 8 and c + 9;
+    # r = 16 * warp + lane / 4, c = lane % 4 * 2. Sums of 64 and 128 features have 8 and 16 values, likewise.
+    _SOFTMAX = """
+template <int SUMS>
+__device__ __forceinline__ void sparse_attn_weigh(
+    float* s, float* o, float* m, float* l, const float* exchange, float scale, float lazy) {
+  const int lane = threadIdx.x & 31;
+  float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, alpha[4], shift[4];
+  #pragma unroll
+  for (int warp = 0; warp < 4; ++warp) {
+    const float4 x = reinterpret_cast<const float4*>(exchange)[warp * 4 + (lane & 3)];
+    top[0] = fmaxf(top[0], x.x), top[1] = fmaxf(top[1], x.y), top[2] = fmaxf(top[2], x.z), top[3] = fmaxf(top[3], x.w);
+  }
+  bool grown = false;
+  #pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float old = m[c];
+    m[c] = (top[c] - old) * scale > lazy ? top[c] : old;
+    shift[c] = m[c] == -INFINITY ? 0.f : m[c] * scale;
+    // Exactly 1 where the maximum stays: rounding errors would add up over many steps.
+    alpha[c] = m[c] > old ? exp2f(old * scale - shift[c]) : 1.f;
+    grown |= m[c] > old;
+    l[c] *= alpha[c];
+  }
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i >> 2) * 2 + (i & 1);
+    s[i] = exp2f(s[i] * scale - shift[c]);
+    l[c] += s[i];
+  }
+  if (__any_sync(~0u, grown)) {
+    #pragma unroll
+    for (int i = 0; i < SUMS; ++i) o[i] *= alpha[(i >> 2 & 1) * 2 + (i & 1)];
+  }
+}
+
+__device__ __forceinline__ void sparse_attn_maxima(float* s, float* exchange, int limit) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  if (limit < 63) {
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) s[i] = warp * 16 + lane / 4 + (i >> 1 & 1) * 8 > limit ? -INFINITY : s[i];
+  }
+  float top[4];
+  #pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    top[c] = fmaxf(s[(c >> 1) * 4 + (c & 1)], s[(c >> 1) * 4 + (c & 1) + 2]);
+    #pragma unroll
+    for (int d = 4; d < 32; d *= 2) top[c] = fmaxf(top[c], __shfl_xor_sync(~0u, top[c], d));
+  }
+  if (lane < 4) reinterpret_cast<float4*>(exchange)[warp * 4 + lane] = make_float4(top[0], top[1], top[2], top[3]);
+}
+
+__device__ __forceinline__ void sparse_attn_total(float* l, float* exchange) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  #pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    #pragma unroll
+    for (int d = 4; d < 32; d *= 2) l[c] += __shfl_xor_sync(~0u, l[c], d);
+  }
+  if (lane < 4) reinterpret_cast<float4*>(exchange)[warp * 4 + lane] = make_float4(l[0], l[1], l[2], l[3]);
+}
+
+// Sums to rows of the result, in shared memory: ``stage`` has a row for each head of this query.
+template <int SUMS, int STRIDE, typename T>
+__device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, const float* exchange, T* stage,
+                                                  void* lse, long long lse_stride, int heads, float scale) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  float l[4] = {0.f, 0.f, 0.f, 0.f};
+  #pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float4 x = reinterpret_cast<const float4*>(exchange)[w * 4 + (lane & 3)];
+    l[0] += x.x, l[1] += x.y, l[2] += x.z, l[3] += x.w;
+  }
+  #pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    const int c = (i >> 2 & 1) * 2 + (i & 1), head = (lane & 3) * 2 + (c & 1) + (c >> 1) * 8;
+    stage[head * STRIDE + (i >> 3) * 64 + warp * 16 + lane / 4 + (i >> 1 & 1) * 8] = T(l[c] == 0.f ? 0.f : o[i] / l[c]);
+  }
+  if (lse != nullptr && warp == 0 && lane < 4) {
+    #pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int head = lane * 2 + (c & 1) + (c >> 1) * 8;
+      if (head < heads)
+        static_cast<float*>(lse)[head * lse_stride] = l[c] == 0.f ? -INFINITY : (m[c] * scale + log2f(l[c])) * 0.69314718f;
+    }
+  }
+}
+"""
 
 
-    def union_kernel(tiles: Tiles, dtype: str):
+    def exact_kernel(tiles: Tiles, dtype: str):
         """The kernel for tiles of one shape, to be compiled; lengths, strides and batch are arguments of it."""
-        HP, BN, W, KST, VST = tiles.heads, tiles.BN, tiles.warpgroups, tiles.k_stages, tiles.v_stages
-        TW, P = tiles.queries // W, tiles.BN // tiles.box
-        DP, DVP = tiles.D_padded, tiles.Dv_padded
-        LOW = (1 << TW) - 1
+        BN, KST, VST, TQ = tiles.BN, tiles.k_stages, tiles.v_stages, tiles.queries
+        DP, DV, DVP = tiles.D_padded, tiles.Dv, tiles.Dv_padded
         K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
-        # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
-        warpgroups, q_columns = tuple(range(W)), tuple(range(0, DP, COLUMNS))
-        # Which head and query a row is: such that the boxes in which q is loaded are as large as they can be.
-        query_major = HP >= TW
-        loads = tuple(range(TW if query_major else HP))
-        do = parts(tiles, dtype, ROWS, query_major)
+        SUMS, STRIDE, VECTOR = DVP // 8, DVP + 8, 8
+        queries, q_columns = tuple(range(TQ)), tuple(range(0, DP, COLUMNS))
+        do = parts(tiles, dtype)
         f32, i32 = T.float32, T.int32
         full_rows = T.GemmWarpPolicy.FullRow
 
-        def consumer(w: int):
-            """One warpgroup's part."""
-
-            @T.macro
-            def multiply(mem, s, step):
-                T.wgmma_gemm(
-                    mem.q[w, :, :], mem.k[step & (KST - 1), :, :], s, transpose_B=True, policy=full_rows, clear_accum=True
-                )
-
-            @T.macro
-            def weigh(mem, p, o, step):
-                T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
-
-            @T.macro
-            def look_ahead(mem, place, counts, masks, boxes):
-                """What the list of the next tile begins with."""
-                for x in T.unroll(4):
-                    counts[x] = mem.counts[place[0], x]
-                if do.ahead:
-                    for x in T.unroll(P):
-                        masks[x] = mem.masks[place[0], x]
-                        boxes[x] = mem.boxes[place[0], x]
-
-            @T.macro
-            def body(mem, n, cta, grid):
-                s = T.alloc_fragment([ROWS, BN], f32)
-                p = T.alloc_fragment([ROWS, BN], dtype)
-                o = T.alloc_fragment([ROWS, DVP], f32)
-                row = row_state(ROWS)
-                limit = T.alloc_fragment([ROWS], i32)
-                mask = T.alloc_local([P], i32)
-                box = T.alloc_local([P if do.ahead else 1], i32)
-                next_mask, next_box, first_mask, first_box = (
-                    T.alloc_local([P if do.ahead else 1], i32) for _ in range(4)
-                )
-                next_counts = T.alloc_local([4], i32)
-                next_place = T.alloc_local([6], i32)
-                listed = T.alloc_var(i32)
-                b = T.alloc_var(i32)
-                head = T.alloc_var(i32)
-                first = T.alloc_var(i32)
-                heads = T.alloc_var(i32)
-                needed = T.alloc_var(i32)
-                any_hidden = T.alloc_var(i32)
-                grown = T.alloc_var(i32)
-                masked = T.alloc_var(i32)
-                total = T.alloc_var(i32)
-                end = T.alloc_var(i32)
-                held = T.alloc_var(i32)
-                seen = T.alloc_var(i32)  # this warpgroup's queries that take any box
-                c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
-                turns = T.alloc_var(i32)
-                c = 0
-                do.turns_of(turns, cta, grid, n)
-                do.locate(next_place, 0, cta, grid, n)
-                look_ahead(mem, next_place, next_counts, first_mask, first_box)
-                for item in T.serial(turns):
-                    if do.ahead:
-                        for x in T.unroll(P):
-                            next_mask[x] = first_mask[x]
-                            next_box[x] = first_box[x]
-                    listed = next_place[0]
-                    b = next_place[1]
-                    head = next_place[2]
-                    first = next_place[4]
-                    heads = next_place[5]
-                    masked = next_counts[0]
-                    total = next_counts[0] + next_counts[1] + next_counts[2] + next_counts[3]
-                    end = total  # of the steps that may be this warpgroup's
-                    if W == 2:
-                        # Steps of one warpgroup alone alternate, until one has no more: it need not wait for the other's.
-                        end = end - T.max(next_counts[3 - w] - next_counts[2 + w], 0)
-                    do.locate(next_place, item + 1, cta, grid, n)
-                    look_ahead(mem, next_place, next_counts, first_mask, first_box)
-                    seen = 0
-                    T.fill(o, 0)
-                    T.fill(row.sum, 0)
-                    T.fill(row.m, -_INF)
-                    T.barrier_wait(mem.q_ready[w], item & 1)
-                    # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
-                    for t in T.serial(masked):
-                        do.advance(mask, next_mask, mem.masks, listed, t)
-                        if do.ahead:
-                            for x in T.unroll(P):
-                                box[x] = next_box[x]
-                                next_box[x] = mem.boxes[listed, (t + 1) * P + x]
-                        box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
-                        for x in T.unroll(P):
-                            seen = seen | (mask[x] >> (w * TW))
-                        T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
-                        multiply(mem, s, c)
-                        do.look(any_hidden, box_of, mask, first, n)
-                        T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+        @T.macro
+        def consume(mem, n, cta, grid):
+            """The warpgroup that multiplies."""
+            s = tuple(T.alloc_fragment([BN, HEADS], f32) for _ in queries)
+            p = T.alloc_fragment([BN, HEADS], dtype)
+            o = tuple(T.alloc_fragment([DVP, HEADS], f32) for _ in queries)
+            m = tuple(T.alloc_local([_COLUMNS_OF_A_THREAD], f32) for _ in queries)
+            l = tuple(T.alloc_local([_COLUMNS_OF_A_THREAD], f32) for _ in queries)  # noqa: E741 -- of this thread's keys
+            mask = T.alloc_local([1], i32)
+            box = T.alloc_local([1], i32)
+            next_mask, next_box, first_mask, first_box = (T.alloc_local([1], i32) for _ in range(4))
+            next_counts = T.alloc_local([2], i32)
+            next_place = T.alloc_local([6], i32)
+            listed = T.alloc_var(i32)
+            b = T.alloc_var(i32)
+            head = T.alloc_var(i32)
+            first = T.alloc_var(i32)
+            heads = T.alloc_var(i32)
+            any_hidden = T.alloc_var(i32)
+            masked = T.alloc_var(i32)
+            total = T.alloc_var(i32)
+            key = T.alloc_var(i32)
+            left = T.alloc_var(i32)
+            c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
+            turns = T.alloc_var(i32)
+            thread = T.get_thread_binding()
+            c = 0
+            do.turns_of(turns, cta, grid, n)
+            do.locate(next_place, 0, cta, grid, n)
+            for x in T.unroll(2):
+                next_counts[x] = mem.counts[next_place[0], x]
+            first_mask[0] = mem.masks[next_place[0], 0]
+            first_box[0] = mem.boxes[next_place[0], 0]
+            for item in T.serial(turns):
+                next_mask[0] = first_mask[0]
+                next_box[0] = first_box[0]
+                listed = next_place[0]
+                b = next_place[1]
+                head = next_place[2]
+                first = next_place[4]
+                heads = next_place[5]
+                masked = next_counts[0]
+                total = next_counts[0] + next_counts[1]
+                do.locate(next_place, item + 1, cta, grid, n)
+                for x in T.unroll(2):
+                    next_counts[x] = mem.counts[next_place[0], x]
+                first_mask[0] = mem.masks[next_place[0], 0]
+                first_box[0] = mem.boxes[next_place[0], 0]
+                for i in queries:
+                    T.fill(o[i], 0)
+                    for x in T.unroll(_COLUMNS_OF_A_THREAD):
+                        m[i][x] = -_INF
+                        l[i][x] = 0
+                T.barrier_wait(mem.q_ready, item & 1)
+                for t in T.serial(total):
+                    do.advance(mask, next_mask, mem.masks, listed, t)
+                    box[0] = next_box[0]
+                    if t < masked:
+                        next_box[0] = mem.boxes[listed, t + 1]
+                    T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                    for i in queries:
+                        if ((mask[0] >> i) & 1) != 0:
+                            T.wgmma_gemm(
+                                mem.k[c & (KST - 1), :, :], mem.q[i, :, :], s[i], transpose_B=True, policy=full_rows,
+                                clear_accum=True,
+                            )  # fmt: skip
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                    if t > 0:
+                        T.barrier_arrive(mem.v_free[(c - 1) & (VST - 1)])
+                    if t == total - 1:  # the next tile's queries may come
+                        T.barrier_arrive(mem.q_free)
+                    # The last key that a query at the tile's first position sees in this box, and that anyone may see.
+                    key = BN - 1
+                    left = BN - 1
+                    if t < masked:
+                        key = T.truncdiv(box[0], n.boxes_per_block)
+                        left = (box[0] - key * n.boxes_per_block) * BN  # where the box begins in its block
+                        key = key * n.block_size + left
+                        left = T.min(n.block_size - left, n.M - key) - 1
+                        key = first + n.q_offset - key
+                    for i in queries:
+                        if ((mask[0] >> i) & 1) != 0:
+                            T.call_extern(
+                                "handle", "sparse_attn_maxima", s[i].access_ptr("rw"),
+                                T.address_of(mem.exchange[c & 1, i, 0, 0]), T.min(key + i, left),
+                            )  # fmt: skip
+                    T.sync_threads(FIRST_BARRIER, 128)
+                    for i in queries:
+                        if ((mask[0] >> i) & 1) != 0:
+                            T.call_extern(
+                                "handle", f"sparse_attn_weigh<{SUMS}>", s[i].access_ptr("rw"), o[i].access_ptr("rw"),
+                                m[i].access_ptr("rw"), l[i].access_ptr("rw"),
+                                T.address_of(mem.exchange[c & 1, i, 0, 0]), n.scale, 8.0,
+                            )  # fmt: skip
+                            T.copy(s[i], p)
+                            T.copy(p, mem.p[i, :, :])
+                    T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                    if t < masked:
+                        do.look(any_hidden, lambda x: box[0], mask, first, n)
                         if any_hidden != 0:
-                            # Both warpgroups write the same zeros: neither waits for the other.
-                            do.zero_hidden(mem, c, box_of, mask, first, n)
-                            T.fence_proxy_async()
-                            T.sync_threads(FIRST_BARRIER + w, 128)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                        if t == end - 1:
-                            T.barrier_arrive(mem.q_free[w])
-                        do.hide(s, limit, box_of, mask, first, first + w * TW, w * TW, n)
-                        do.exponentiate(s, row, None, n.scale, grown)
-                        do.rescale(o, row, grown)
-                        T.copy(s, p)
-                        held = c
-                        if t < masked - 1:
-                            weigh(mem, p, o, c)
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(mem.v_free[c & (VST - 1)])
-                        c = c + 1
-                    if masked > 0:  # else the list is empty
-                        for t_ in T.serial(end - masked):
-                            t = t_ + masked
-                            do.advance(mask, next_mask, mem.masks, listed, t)
-                            needed = 0
-                            for x in T.unroll(P):
-                                mask[x] = mask[x] >> (w * TW)
-                                needed = needed | mask[x]
-                            seen = seen | needed
-                            T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
-                            if (needed & LOW) != 0:
-                                multiply(mem, s, c)
-                                weigh(mem, p, o, held)
-                                T.wait_wgmma(1)
-                                T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                                if t == end - 1:  # the next tile's queries may come
-                                    T.barrier_arrive(mem.q_free[w])
-                                do.exponentiate(
-                                    s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown
-                                )
-                                # The fence, and a barrier's loop, keep ptxas from waiting for the product before that.
-                                T.warpgroup_fence_operand(s, num_regs=ROWS * BN // 128)
-                                T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
-                                T.wait_wgmma(0)
-                                T.barrier_arrive(mem.v_free[held & (VST - 1)])
-                                do.rescale(o, row, grown)
-                                T.copy(s, p)
-                                held = c
-                            else:
-                                T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                                if t == end - 1:
-                                    T.barrier_arrive(mem.q_free[w])
-                                T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
-                                T.barrier_arrive(mem.v_free[c & (VST - 1)])
-                            c = c + 1
-                        weigh(mem, p, o, held)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(mem.v_free[held & (VST - 1)])
-                        for _ in T.serial(total - end):
-                            T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
-                            T.barrier_arrive(mem.k_free[c & (KST - 1)])
-                            T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
-                            T.barrier_arrive(mem.v_free[c & (VST - 1)])
-                            c = c + 1
-                    else:
-                        T.barrier_arrive(mem.q_free[w])
-                    do.store(mem, o, row, seen, b, head, heads, first + w * TW, n)
-
-            return body
+                            do.zero_hidden(mem, thread, c, lambda x: box[0], mask, first, n)
+                    T.fence_proxy_async()
+                    T.sync_threads(FIRST_BARRIER, 128)
+                    for i in queries:
+                        if ((mask[0] >> i) & 1) != 0:
+                            T.wgmma_gemm(
+                                mem.v[c & (VST - 1), :, :], mem.p[i, :, :], o[i], transpose_A=True, policy=full_rows
+                            )
+                    c = c + 1
+                if total > 0:
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(mem.v_free[(c - 1) & (VST - 1)])
+                else:
+                    T.barrier_arrive(mem.q_free)
+                for i in queries:
+                    T.call_extern(
+                        "handle", "sparse_attn_total", l[i].access_ptr("rw"), T.address_of(mem.exchange[2, i, 0, 0])
+                    )
+                T.sync_threads(FIRST_BARRIER, 128)
+                for i in queries:
+                    T.call_extern(
+                        "handle", f"sparse_attn_stage<{SUMS}, {STRIDE}>", o[i].access_ptr("r"), m[i].access_ptr("r"),
+                        T.address_of(mem.exchange[2, i, 0, 0]), T.address_of(mem.stage[i * HEADS, 0]),
+                        T.if_then_else(
+                            n.want_lse != 0 and first + i < n.N, T.address_of(mem.lse[b, head, first + i]), _null()
+                        ),
+                        T.cast(n.N, "int64"), heads, n.scale,
+                    )  # fmt: skip
+                T.sync_threads(FIRST_BARRIER, 128)
+                for z in T.unroll(TQ * HEADS * DVP // VECTOR // 128):
+                    row = (z * 128 + thread) // (DVP // VECTOR)
+                    column = thread % (DVP // VECTOR) * VECTOR
+                    if row % HEADS < heads and first + row // HEADS < n.N and column < DV:
+                        for y in T.vectorized(VECTOR):
+                            mem.out[b, head + row % HEADS, first + row // HEADS, column + y] = mem.stage[row, column + y]
 
         @T.macro
         def load_queries(mem, n, cta, grid):
@@ -3525,58 +3649,46 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
             do.turns_of(turns, cta, grid, n)
             for item in T.serial(turns):
                 do.locate(place, item, cta, grid, n)
-                for w in warpgroups:
-                    T.barrier_wait(mem.q_free[w], (item & 1) ^ 1)
-                    for y in q_columns:
-                        for i in loads:
-                            if query_major:
-                                T.tma_copy(
-                                    mem.Q[place[1], place[2] : place[2] + HP, place[4] + (w * TW + i), y : y + COLUMNS],
-                                    mem.q[w, i * HP : i * HP + HP, y : y + COLUMNS],
-                                    barrier=mem.q_ready[w],
-                                )
-                            else:
-                                T.tma_copy(
-                                    mem.Q[
-                                        place[1],
-                                        place[2] + i,
-                                        place[4] + w * TW : place[4] + (w * TW + TW),
-                                        y : y + COLUMNS,
-                                    ],
-                                    mem.q[w, i * TW : i * TW + TW, y : y + COLUMNS],
-                                    barrier=mem.q_ready[w],
-                                )
-                    T.barrier_arrive(mem.q_ready[w])
-
-        consumers = tuple(consumer(w) for w in warpgroups)
+                T.barrier_wait(mem.q_free, (item & 1) ^ 1)
+                for y in q_columns:
+                    for i in queries:
+                        T.tma_copy(
+                            mem.Q[place[1], place[2] : place[2] + HEADS, place[4] + i, y : y + COLUMNS],
+                            mem.q[i, :, y : y + COLUMNS],
+                            barrier=mem.q_ready,
+                        )
+                T.barrier_arrive(mem.q_ready)
 
         @T.macro
         def run(args, n, cta, grid):
             mem = SimpleNamespace(
                 **vars(args),
-                **vars(rings(tiles, dtype, 128 * W)),
-                q=T.alloc_shared([W, ROWS, DP], dtype),
-                q_ready=T.alloc_barrier(arrive_count=[32] * W),
-                q_free=T.alloc_barrier(arrive_count=[128] * W),
+                **vars(rings(tiles, dtype, 128)),
+                q=T.alloc_shared([TQ, HEADS, DP], dtype),
+                q_ready=T.alloc_barrier(arrive_count=32),
+                q_free=T.alloc_barrier(arrive_count=128),
+                p=T.alloc_shared([TQ, BN, HEADS], dtype),
+                exchange=T.alloc_shared([3, TQ, 4, HEADS], f32),
+                stage=T.alloc_shared([TQ * HEADS, STRIDE], dtype),
             )
+            T.annotate_min_blocks_per_sm(BLOCKS)
             T.pdl_sync()  # the lists: this kernel may be started while they are made
             thread = T.get_thread_binding()
             if thread < 128:
-                if W == 2:
-                    T.set_max_nreg(224, 1)
-                consumers[0](mem, n, cta, grid)
-            elif W == 2 and thread < 256:
-                T.set_max_nreg(224, 1)
-                consumers[-1](mem, n, cta, grid)
+                T.set_max_nreg(208, 1)
+                consume(mem, n, cta, grid)
             else:
-                if W == 2:
-                    T.set_max_nreg(56, 0)
-                if thread < 128 * W + 32:
+                T.set_max_nreg(48, 0)
+                if thread < 160:
                     do.load_keys_and_values(mem, n, cta, grid)
-                elif thread < 128 * W + 64:
+                elif thread < 192:
                     load_queries(mem, n, cta, grid)
 
-        return entry(tiles, dtype, 128 * (W + 1), run, "sparse_attn_union")
+        return entry(tiles, dtype, 256, run, "sparse_attn_exact", _SOFTMAX)
+
+
+    def _null():
+        return T.reinterpret(T.cast(0, "uint64"), "handle")
 
 
 # === sparse_attn/backends/tilelang_hopper/parts.py ===================================================================
@@ -3592,31 +3704,69 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
 
     # Features of a box of TMA: 128 bytes, the widest swizzle.
     COLUMNS = 64
+    # Rows of one warpgroup's wgmma.
+    WARPGROUP_ROWS = 64
     # Barriers that this code names; the compiler takes those from 3 on.
     FIRST_BARRIER = 10
     _INF = float("inf")
     # A maximum that grew by less leaves the sums as they are: weights stay below 2**8.
     _LAZY = 8.0
+    # Values of 16 bytes.
+    _VECTOR = 8
+
+    # Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads of
+    # a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's time.
+    STORE = """
+template <int DV, int DV_PADDED, bool BF16>
+__device__ __forceinline__ void sparse_attn_store(
+    const float* sums, const float* factor, void* row0, void* row1, bool ok0, bool ok1) {
+  const int lane = threadIdx.x & 3;
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    #pragma unroll
+    for (int j = 0; j < DV_PADDED / 32; ++j) {
+      unsigned x[4];
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // A factor of 0 is a row that saw nothing: its sums may be NaN.
+        const float* pair = sums + (4 * j + i) * 4 + 2 * r;
+        const float low = factor[r] == 0.f ? 0.f : pair[0] * factor[r];
+        const float high = factor[r] == 0.f ? 0.f : pair[1] * factor[r];
+        if (BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x[i]) : "f"(high), "f"(low));
+        else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x[i]) : "f"(high), "f"(low));
+      }
+      const bool second = lane & 2, odd = lane & 1;
+      unsigned a = __shfl_xor_sync(~0u, second ? x[0] : x[2], 2);
+      unsigned b = __shfl_xor_sync(~0u, second ? x[1] : x[3], 2);
+      x[0] = second ? a : x[0], x[2] = second ? x[2] : a;
+      x[1] = second ? b : x[1], x[3] = second ? x[3] : b;
+      a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+      b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+      const int column = 32 * j + 8 * lane;
+      if ((r ? ok1 : ok0) && column < DV)
+        *reinterpret_cast<uint4*>(static_cast<char*>(r ? row1 : row0) + 2 * column) =
+            odd ? make_uint4(a, x[1], b, x[3]) : make_uint4(x[0], a, x[2], b);
+    }
+  }
+}
+"""
 
 
-    def parts(tiles: Tiles, dtype: str, rows: int, query_major: bool) -> SimpleNamespace:
-        """Macros for tiles of one shape.
-
-        Args:
-            rows: of the fragments that one group of threads works on together.
-            query_major: whether row r is head ``r % tiles.heads``, else query ``r % (rows // tiles.heads)``.
-        """
-        HP, BN, BX, ROWS = tiles.heads, tiles.BN, tiles.box, rows
+    def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
+        """Macros for tiles of one shape. Fragments have 64 rows for each warpgroup, of its own queries."""
+        HP, BN, BX, W = tiles.heads, tiles.BN, tiles.box, tiles.warpgroups
         DV, KST, VST = tiles.Dv, tiles.k_stages, tiles.v_stages
-        TQ, P = tiles.queries, BN // BX
+        TQ, P, ROWS = tiles.queries, BN // BX, WARPGROUP_ROWS * W
+        TW = TQ // W
         DVP = tiles.Dv_padded
         K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
         # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
         boxes = tuple(range(P))
         q_columns, v_columns = tuple(range(0, tiles.D_padded, COLUMNS)), tuple(range(0, DVP, COLUMNS))
-        per_head = rows // HP
-        head_of = (lambda r: r % HP) if query_major else (lambda r: r // per_head)
-        query_of = (lambda r: r // HP) if query_major else (lambda r: r % per_head)
+        # Which head and query of the tile a row is: such that the boxes in which q is loaded are as large as they can be.
+        query_major = HP >= TW
+        head_of = (lambda r: r % HP) if query_major else (lambda r: r % WARPGROUP_ROWS // TW)
+        query_of = (lambda r: r // HP) if query_major else (lambda r: r // WARPGROUP_ROWS * TW + r % TW)
         # What a step of the list says is read one step ahead, unless that takes too many registers.
         ahead = P <= 4
         f32, i32 = T.float32, T.int32
@@ -3650,9 +3800,7 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
         def turns_of(turns: T.Ref, cta, grid, n):
             """Items that a block takes."""
             turns = T.truncdiv(n.items, grid)
-            turns = turns + T.Select(
-                n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0
-            )  # noqa: F841 -- arguments that are references are assigned to
+            turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)  # noqa: F841 -- arguments that are references are assigned to
 
         @T.macro
         def advance(now, then, values, listed, t):
@@ -3687,23 +3835,22 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
                 any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
 
         @T.macro
-        def zero_hidden(mem, step, box_of, mask, first, n):
+        def zero_hidden(mem, thread, step, box_of, mask, first, n):
             """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
             block = T.alloc_var(i32)
             start = T.alloc_var(i32)
             hidden = T.alloc_var(i32)
             for x in boxes:
                 whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
-                for r, d in T.Parallel(BX, DVP):
+                for z in T.unroll(BX * DVP // _VECTOR // 128):
+                    r = (z * 128 + thread) // (DVP // _VECTOR)
                     if r >= hidden:
-                        mem.v[step & (VST - 1), x * BX + r, d] = 0
+                        for y in T.vectorized(_VECTOR):
+                            mem.v[step & (VST - 1), x * BX + r, thread % (DVP // _VECTOR) * _VECTOR + y] = 0
 
         @T.macro
-        def hide(s, limit, box_of, mask, first, first_of_rows, bit, n):
-            """Scores of keys that a row does not see become -inf.
-
-            ``first`` is the tile's first query, ``first_of_rows`` that of these rows, whose bit in the masks is ``bit``.
-            """
+        def hide(s, limit, box_of, mask, first, n):
+            """Scores of keys that a row does not see become -inf."""
             block = T.alloc_var(i32)
             start = T.alloc_var(i32)
             hidden = T.alloc_var(i32)
@@ -3711,9 +3858,9 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
                 whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
                 for r in T.Parallel(ROWS):
                     limit[r] = T.Select(
-                        ((mask[x] >> (bit + query_of(r))) & 1) != 0,
+                        ((mask[x] >> query_of(r)) & 1) != 0,
                         T.min(
-                            T.min(first_of_rows + query_of(r) + n.q_offset, n.M - 1) - block - start,
+                            T.min(first + query_of(r) + n.q_offset, n.M - 1) - block - start,
                             n.block_size - start - 1,
                         ),
                         -1,
@@ -3766,8 +3913,8 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
                     o[r, d] *= row.alpha[r]
 
         @T.macro
-        def store(mem, o, row, seen, b, head, heads, first, n):
-            """Results of rows whose first query is ``first``; lse where it is asked for.
+        def store(mem, thread, o, row, seen, b, head, heads, first, n):
+            """Results; lse where it is asked for.
 
             A query whose bit in ``seen`` is not set took no box: 0 and -inf, whatever it holds. Its maximum is -inf.
             """
@@ -3780,12 +3927,20 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
                             row.m[r] * n.scale + T.log2(row.sum[r])
                         ) * 0.6931471805599453
             for r in T.Parallel(ROWS):
-                row.tmp[r] = 1.0 / row.sum[r]
-            for r, d in T.Parallel(ROWS, DVP):
-                if head_of(r) < heads and first + query_of(r) < n.N and d < DV:
-                    mem.out[b, head + head_of(r), first + query_of(r), d] = T.cast(
-                        T.Select(row.sum[r] == 0.0, T.cast(0, f32), o[r, d] * row.tmp[r]), dtype
-                    )
+                row.tmp[r] = T.Select(row.sum[r] == 0, T.cast(0, f32), 1.0 / row.sum[r])
+            # A thread's two rows, by the layout that wgmma gives its results.
+            r0 = thread // 32 * 16 + thread % 32 // 4
+            r1 = r0 + 8
+            T.call_extern(
+                "handle",
+                f"sparse_attn_store<{DV}, {DVP}, {str(dtype == 'bfloat16').lower()}>",
+                o.access_ptr("r"),
+                row.tmp.access_ptr("r"),
+                T.address_of(mem.out[b, head + head_of(r0), first + query_of(r0), 0]),
+                T.address_of(mem.out[b, head + head_of(r1), first + query_of(r1), 0]),
+                head_of(r0) < heads and first + query_of(r0) < n.N,
+                head_of(r1) < heads and first + query_of(r1) < n.N,
+            )
 
         @T.macro
         def load_keys_and_values(mem, n, cta, grid):
@@ -3849,7 +4004,7 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
 
         return SimpleNamespace(
             locate=locate, turns_of=turns_of, advance=advance, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
-            store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, ahead=ahead,
+            store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
         )  # fmt: skip
 
 
@@ -3872,7 +4027,7 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
         return SimpleNamespace(**{name: T.alloc_fragment([rows], T.float32) for name in names})
 
 
-    def entry(tiles: Tiles, dtype: str, threads: int, run, name: str):
+    def entry(tiles: Tiles, dtype: str, threads: int, run, name: str, prelude: str):
         """The kernel with everything it is launched with; ``run(mem, n, cta, grid)`` is a macro with what it does."""
         D, DV = tiles.D, tiles.Dv
         f32, i32 = T.float32, T.int32
@@ -3906,7 +4061,7 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
             together: i32,
             grid: i32,
         ):
-            with T.Kernel(grid, threads=threads) as cta:
+            with T.Kernel(grid, threads=threads, prelude=prelude) as cta:
                 mem = SimpleNamespace(
                     Q=Q, K=K, V=V, out=out, lse=lse, boxes=list_boxes, masks=list_masks, counts=list_counts
                 )  # fmt: skip
@@ -3918,6 +4073,262 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
                 run(mem, n, cta, grid)
 
         return kernel.with_attr("global_symbol", name)
+
+
+# === sparse_attn/backends/tilelang_hopper/union.py ===================================================================
+
+if SECTION == "backends.tilelang_hopper.union":  # annotations are values
+    """The union kernel for Hopper: warps that load, and warpgroups that multiply, walk the union of a tile's blocks once.
+
+    A tile is 4 queries of 16 heads (or 8 of 8, ...) for each warpgroup: the 64 rows of a wgmma. Two warpgroups share what
+    is loaded, 128 keys a step, and each leaves out the steps that none of its own queries selected. A block stays on its
+    multiprocessor for the whole launch and takes one tile after the other: loads for the next begin while the last is
+    being finished.
+
+    The softmax is FlashAttention-3's inner overlap (Shah et al., 2024, algorithm 2): scores of a step are multiplied while
+    the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a maximum
+    grew by more than 2**8, as in FlashAttention-4: the result is the same, since weights and sums refer to the same number.
+    """
+
+    from types import SimpleNamespace
+
+    import tilelang.language as T
+
+    from .parts import COLUMNS, FIRST_BARRIER, STORE, WARPGROUP_ROWS, entry, parts, rings, row_state
+    from .plan import Tiles
+
+    _INF = float("inf")
+
+
+    def union_kernel(tiles: Tiles, dtype: str):
+        """The kernel for tiles of one shape, to be compiled; lengths, strides and batch are arguments of it."""
+        BN, W, KST, VST = tiles.BN, tiles.warpgroups, tiles.k_stages, tiles.v_stages
+        HP, TW, P = tiles.heads, tiles.queries // tiles.warpgroups, tiles.BN // tiles.box
+        DP, DVP, ROWS = tiles.D_padded, tiles.Dv_padded, WARPGROUP_ROWS * W
+        LOW = (1 << TW) - 1
+        K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
+        # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
+        warpgroups, q_columns = tuple(range(W)), tuple(range(0, DP, COLUMNS))
+        do = parts(tiles, dtype)
+        loads = tuple(range(TW if do.query_major else HP))
+        f32, i32 = T.float32, T.int32
+        full_rows = T.GemmWarpPolicy.FullRow
+
+        @T.macro
+        def multiply(mem, s, step):
+            T.wgmma_gemm(
+                mem.q[:, :], mem.k[step & (KST - 1), :, :], s, transpose_B=True, policy=full_rows, clear_accum=True
+            )
+
+        @T.macro
+        def weigh(mem, p, o, step):
+            T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
+
+        @T.macro
+        def look_ahead(mem, place, counts, masks, boxes):
+            """What the list of the next tile begins with."""
+            for x in T.unroll(4):
+                counts[x] = mem.counts[place[0], x]
+            if do.ahead:
+                for x in T.unroll(P):
+                    masks[x] = mem.masks[place[0], x]
+                    boxes[x] = mem.boxes[place[0], x]
+
+        @T.macro
+        def consume(mem, n, cta, grid):
+            """The warpgroups that multiply: each for itself, but for what they share in memory."""
+            s = T.alloc_fragment([ROWS, BN], f32)
+            p = T.alloc_fragment([ROWS, BN], dtype)
+            o = T.alloc_fragment([ROWS, DVP], f32)
+            row = row_state(ROWS)
+            limit = T.alloc_fragment([ROWS], i32)
+            mask = T.alloc_local([P], i32)
+            box = T.alloc_local([P if do.ahead else 1], i32)
+            next_mask, next_box, first_mask, first_box = (T.alloc_local([P if do.ahead else 1], i32) for _ in range(4))
+            next_counts = T.alloc_local([4], i32)
+            next_place = T.alloc_local([6], i32)
+            listed = T.alloc_var(i32)
+            b = T.alloc_var(i32)
+            head = T.alloc_var(i32)
+            first = T.alloc_var(i32)
+            heads = T.alloc_var(i32)
+            needed = T.alloc_var(i32)
+            any_hidden = T.alloc_var(i32)
+            grown = T.alloc_var(i32)
+            masked = T.alloc_var(i32)
+            total = T.alloc_var(i32)
+            end = T.alloc_var(i32)
+            held = T.alloc_var(i32)
+            seen = T.alloc_var(i32)  # this warpgroup's queries that take any box
+            c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
+            turns = T.alloc_var(i32)
+            thread = T.get_thread_binding()
+            w = T.shfl_sync(thread // 128, 0) if W == 2 else 0
+            c = 0
+            do.turns_of(turns, cta, grid, n)
+            do.locate(next_place, 0, cta, grid, n)
+            look_ahead(mem, next_place, next_counts, first_mask, first_box)
+            for item in T.serial(turns):
+                if do.ahead:
+                    for x in T.unroll(P):
+                        next_mask[x] = first_mask[x]
+                        next_box[x] = first_box[x]
+                listed = next_place[0]
+                b = next_place[1]
+                head = next_place[2]
+                first = next_place[4]
+                heads = next_place[5]
+                masked = next_counts[0]
+                total = next_counts[0] + next_counts[1] + next_counts[2] + next_counts[3]
+                end = total  # of the steps that may be this warpgroup's
+                if W == 2:
+                    # Steps of one warpgroup alone alternate, until one has no more: it need not wait for the other's.
+                    ahead_of = next_counts[3] - next_counts[2]
+                    end = end - T.max(T.Select(w == 0, ahead_of, -ahead_of), 0)
+                do.locate(next_place, item + 1, cta, grid, n)
+                look_ahead(mem, next_place, next_counts, first_mask, first_box)
+                seen = 0
+                T.fill(o, 0)
+                T.fill(row.sum, 0)
+                T.fill(row.m, -_INF)
+                T.barrier_wait(mem.q_ready[w], item & 1)
+                # Steps in which single keys are hidden, or of boxes that were left over: all take part in all of them.
+                for t in T.serial(masked):
+                    do.advance(mask, next_mask, mem.masks, listed, t)
+                    if do.ahead:
+                        for x in T.unroll(P):
+                            box[x] = next_box[x]
+                            next_box[x] = mem.boxes[listed, (t + 1) * P + x]
+                    box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
+                    for x in T.unroll(P):
+                        seen = seen | mask[x]
+                    T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                    multiply(mem, s, c)
+                    do.look(any_hidden, box_of, mask, first, n)
+                    T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                    if any_hidden != 0:
+                        # Both warpgroups write the same zeros: neither waits for the other.
+                        do.zero_hidden(mem, thread % 128, c, box_of, mask, first, n)
+                        T.fence_proxy_async()
+                        T.sync_threads(FIRST_BARRIER + w, 128)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                    if t == end - 1:
+                        T.barrier_arrive(mem.q_free[w])
+                    do.hide(s, limit, box_of, mask, first, n)
+                    do.exponentiate(s, row, None, n.scale, grown)
+                    do.rescale(o, row, grown)
+                    T.copy(s, p)
+                    held = c
+                    if t < masked - 1:
+                        weigh(mem, p, o, c)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(mem.v_free[c & (VST - 1)])
+                    c = c + 1
+                if masked > 0:  # else the list is empty
+                    for t_ in T.serial(end - masked):
+                        t = t_ + masked
+                        do.advance(mask, next_mask, mem.masks, listed, t)
+                        needed = 0
+                        for x in T.unroll(P):
+                            needed = needed | mask[x]
+                        seen = seen | needed
+                        T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                        if ((needed >> (w * TW)) & LOW) != 0:
+                            multiply(mem, s, c)
+                            weigh(mem, p, o, held)
+                            T.wait_wgmma(1)
+                            T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                            if t == end - 1:  # the next tile's queries may come
+                                T.barrier_arrive(mem.q_free[w])
+                            do.exponentiate(s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown)
+                            # The fence, and a barrier's loop, keep ptxas from waiting for the product before that.
+                            T.warpgroup_fence_operand(s, num_regs=WARPGROUP_ROWS * BN // 128)
+                            T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(mem.v_free[held & (VST - 1)])
+                            do.rescale(o, row, grown)
+                            T.copy(s, p)
+                            held = c
+                        else:
+                            T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                            if t == end - 1:
+                                T.barrier_arrive(mem.q_free[w])
+                            T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                            T.barrier_arrive(mem.v_free[c & (VST - 1)])
+                        c = c + 1
+                    weigh(mem, p, o, held)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(mem.v_free[held & (VST - 1)])
+                    for _ in T.serial(total - end):
+                        T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
+                        T.barrier_arrive(mem.k_free[c & (KST - 1)])
+                        T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
+                        T.barrier_arrive(mem.v_free[c & (VST - 1)])
+                        c = c + 1
+                else:
+                    T.barrier_arrive(mem.q_free[w])
+                do.store(mem, thread, o, row, seen, b, head, heads, first, n)
+
+        @T.macro
+        def load_queries(mem, n, cta, grid):
+            """Another warp's part."""
+            place = T.alloc_local([6], i32)
+            turns = T.alloc_var(i32)
+            do.turns_of(turns, cta, grid, n)
+            for item in T.serial(turns):
+                do.locate(place, item, cta, grid, n)
+                for w in warpgroups:
+                    T.barrier_wait(mem.q_free[w], (item & 1) ^ 1)
+                    for y in q_columns:
+                        for i in loads:
+                            if do.query_major:
+                                T.tma_copy(
+                                    mem.Q[place[1], place[2] : place[2] + HP, place[4] + (w * TW + i), y : y + COLUMNS],
+                                    mem.q[
+                                        w * WARPGROUP_ROWS + i * HP : w * WARPGROUP_ROWS + (i * HP + HP), y : y + COLUMNS
+                                    ],
+                                    barrier=mem.q_ready[w],
+                                )
+                            else:
+                                T.tma_copy(
+                                    mem.Q[
+                                        place[1],
+                                        place[2] + i,
+                                        place[4] + w * TW : place[4] + (w * TW + TW),
+                                        y : y + COLUMNS,
+                                    ],
+                                    mem.q[
+                                        w * WARPGROUP_ROWS + i * TW : w * WARPGROUP_ROWS + (i * TW + TW), y : y + COLUMNS
+                                    ],
+                                    barrier=mem.q_ready[w],
+                                )
+                    T.barrier_arrive(mem.q_ready[w])
+
+        @T.macro
+        def run(args, n, cta, grid):
+            mem = SimpleNamespace(
+                **vars(args),
+                **vars(rings(tiles, dtype, 128 * W)),
+                q=T.alloc_shared([ROWS, DP], dtype),
+                q_ready=T.alloc_barrier(arrive_count=[32] * W),
+                q_free=T.alloc_barrier(arrive_count=[128] * W),
+            )
+            T.pdl_sync()  # the lists: this kernel may be started while they are made
+            thread = T.get_thread_binding()
+            if thread < 128 * W:
+                if W == 2:
+                    T.set_max_nreg(224, 1)
+                consume(mem, n, cta, grid)
+            else:
+                if W == 2:
+                    T.set_max_nreg(56, 0)
+                if thread < 128 * W + 32:
+                    do.load_keys_and_values(mem, n, cta, grid)
+                elif thread < 128 * W + 64:
+                    load_queries(mem, n, cta, grid)
+
+        return entry(tiles, dtype, 128 * (W + 1), run, "sparse_attn_union", STORE)
 
 
 # === sparse_attn/backends/triton_ascend/__init__.py ==================================================================
