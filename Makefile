@@ -11,7 +11,7 @@ RUN := $(PYTHON)
 READY :=
 endif
 
-.PHONY: bench test test-ascend lint clean
+.PHONY: bench test test-ascend solution lint clean
 
 bench: $(READY)
 	$(RUN) -m bench --size small
@@ -32,6 +32,10 @@ test-ascend: $(ASCEND)/.ready $(NPU)/.ready
 	tests/ascend/test_linalg.py tests/ascend/test_compiles.py tests/ascend/test_traffic.py $(ARGS)
 	LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/cann TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU)/bin/python -m pytest \
 	tests/ascend/test_torch_npu_schema.py $(ARGS)
+
+# The one file that does what the package does; a test compares it with what this would write.
+solution: $(READY)
+	$(RUN) -m bench.make_solution
 
 lint: $(READY)
 	$(RUN) -m ruff check .
