@@ -8,9 +8,9 @@ A list is made of steps of ``BN // box`` boxes, in this order:
 
 * masked steps: boxes in which some key is hidden from some query (behind the diagonal, past the end of the keys or of
   the block), and what the other kinds leave over; padded with a box that nobody selected;
-* then steps that both warpgroups' queries need. Spread evenly among them are pairs of a step that only the first warpgroup
-  needs and one that only the second does: such pairs load twice as much for the same work. What one has more than the
-  other comes last.
+* then steps that both warpgroups' queries need. Spread evenly among them are pairs of a step that only the first
+  warpgroup needs and one that only the second does: such pairs load twice as much for the same work. What one has more
+  than the other comes last.
 
 A list that is not empty has a masked step.
 """
@@ -33,9 +33,9 @@ _MASKED, _BOTH, _FIRST, _SECOND, _NONE = range(5)
 def block_lists_kernel(tiles: Tiles, index_dtype: str):
     """The kernel that fills lists for tiles of one shape, to be compiled; lengths and strides are arguments of it.
 
-    It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for the
-    tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first only, for
-    the second only.
+    It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for
+    the tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first
+    only, for the second only.
     """
     TQ, BX, P = tiles.queries, tiles.box, tiles.BN // tiles.box
     HALF = TQ // tiles.warpgroups
@@ -61,8 +61,8 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
                 # Clamped before it is narrowed: an id may be any number.
                 id_ = T.cast(T.max(T.min(index[b, h, n.first_query + t, slot - t * topk], n.stop), -1), i32)
                 id_ = id_ - n.start
-                if id_ >= 0 and id_ < n.size:  # before it is multiplied
-                    if (id_ + n.start) * n.block_size <= n.first_query + t + n.q_offset:  # noqa: SIM102
+                if id_ >= 0 and id_ < n.size:  # noqa: SIM102 -- before it is multiplied
+                    if (id_ + n.start) * n.block_size <= n.first_query + t + n.q_offset:
                         T.call_extern("int32", "atomicOr", T.address_of(masks[warp, id_]), 1 << t)
         T.sync_warp()
 

@@ -1,4 +1,4 @@
-"""The exact kernel for Hopper GPUs whose products are slow: it multiplies a query by the blocks that it selected, and no other.
+"""The exact kernel, for Hopper GPUs whose products are slow: a query is multiplied by the blocks that it selected.
 
 The union kernel multiplies 4 queries of 16 heads by every block that any of them selected, since a wgmma has 64 rows.
 Here its 64 rows are the keys of a block, and its columns the 16 heads of one query: scores are computed transposed, and
@@ -23,8 +23,8 @@ BLOCKS = 2
 _INF = float("inf")
 _COLUMNS_OF_A_THREAD = 4
 
-# How a thread's part of 64 x 16 scores lies: values 0 to 7 are rows r and r + 8, of columns c and c + 1, c + 8 and c + 9;
-# r = 16 * warp + lane / 4, c = lane % 4 * 2. Sums of 64 and 128 features have 8 and 16 values, likewise.
+# How a thread's part of 64 x 16 scores lies: values 0 to 7 are rows r and r + 8, of columns c and c + 1, c + 8 and
+# c + 9; r = 16 * warp + lane / 4, c = lane % 4 * 2. Sums of 64 and 128 features have 8 and 16 values, likewise.
 _SOFTMAX = """
 template <int SUMS>
 __device__ __forceinline__ void sparse_attn_weigh(
@@ -87,8 +87,9 @@ __device__ __forceinline__ void sparse_attn_total(float* l, float* exchange) {
 
 // Sums to rows of the result, in shared memory: ``stage`` has a row for each head of this query.
 template <int SUMS, int STRIDE, typename T>
-__device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, const float* exchange, T* stage,
-                                                  void* lse, long long lse_stride, int heads, float scale) {
+__device__ __forceinline__ void sparse_attn_stage(
+    const float* o, const float* m, const float* exchange, T* stage, void* lse, long long lse_stride, int heads,
+    float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   float l[4] = {0.f, 0.f, 0.f, 0.f}, factor[4];
   #pragma unroll
@@ -107,8 +108,8 @@ __device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, cons
     #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int head = lane * 2 + (c & 1) + (c >> 1) * 8;
-      if (head < heads)
-        static_cast<float*>(lse)[head * lse_stride] = l[c] == 0.f ? -INFINITY : (m[c] * scale + log2f(l[c])) * 0.69314718f;
+      const float value = l[c] == 0.f ? -INFINITY : (m[c] * scale + log2f(l[c])) * 0.69314718f;
+      if (head < heads) static_cast<float*>(lse)[head * lse_stride] = value;
     }
   }
 }

@@ -1,4 +1,4 @@
-"""Macros for a kernel that walks a list: where a tile is, what a step says, the softmax, loads, stores; and its entry."""
+"""Macros for kernels that walk a list: where a tile is, what a step says, the softmax, loads, stores; their entry."""
 
 from types import SimpleNamespace
 
@@ -18,8 +18,9 @@ _LAZY = 8.0
 # Values of 16 bytes.
 _VECTOR = 8
 
-# Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads of
-# a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's time.
+# Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads
+# of a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's
+# time.
 STORE = """
 template <int DV, int DV_PADDED, bool BF16>
 __device__ __forceinline__ void sparse_attn_store(
@@ -77,7 +78,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
 
     @T.macro
     def locate(place, turn, cta, grid, n):
-        """Of a block's item number ``turn``: its list, batch entry, first head, key/value head, first query, valid heads.
+        """Of a block's item number ``turn``: list, batch entry, first head, key/value head, first query, valid heads.
 
         Items of ``n.together`` lists are taken together, the longest first, and dealt out there and back again: to the
         first block the longest, to the last the shortest, then the other way round. Blocks end at about the same time.
@@ -104,7 +105,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
     def turns_of(turns: T.Ref, cta, grid, n):
         """Items that a block takes."""
         turns = T.truncdiv(n.items, grid)
-        turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)  # noqa: F841 -- arguments that are references are assigned to
+        turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)
 
     @T.macro
     def take(now, then, values, listed, t):
@@ -146,7 +147,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
 
     @T.macro
     def zero_hidden(mem, thread, step, box_of, mask, first, n):
-        """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
+        """Zero values behind all queries that take their box: they may be NaN, never having been written."""
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
@@ -310,8 +311,9 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                     next_box[x] = first_box[x]
 
     return SimpleNamespace(
-        locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
-        store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
+        locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden,
+        exponentiate=exponentiate, rescale=rescale, store=store, load_keys_and_values=load_keys_and_values,
+        query_of=query_of, query_major=query_major, ahead=ahead,
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ multiprocessor for the whole launch and takes one tile after the other: loads fo
 being finished.
 
 The softmax is FlashAttention-3's inner overlap (Shah et al., 2024, algorithm 2): scores of a step are multiplied while
-the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a maximum
-grew by more than 2**8, as in FlashAttention-4: the result is the same, since weights and sums refer to the same number.
+the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a
+maximum grew by more than 2**8, as in FlashAttention-4: the result is the same, since weights and sums refer to the same
+number.
 """
 
 from types import SimpleNamespace
@@ -54,7 +55,8 @@ def union_kernel(tiles: Tiles, dtype: str):
 
     @T.macro
     def consume(mem, n, cta, grid):
-        """The warpgroups that multiply: each for itself, but for what they share in memory."""
+        """The warpgroups that multiply: each for itself, but for what they share in memory. One code for both of them:
+        two would not stay in the instruction cache."""
         s = T.alloc_fragment([ROWS, BN], f32)
         p = T.alloc_fragment([ROWS, BN], dtype)
         o = T.alloc_fragment([ROWS, DVP], f32)
@@ -81,6 +83,7 @@ def union_kernel(tiles: Tiles, dtype: str):
         c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
         turns = T.alloc_var(i32)
         thread = T.get_thread_binding()
+        # Told that all lanes of a warp have the same number, the compiler works out addresses once for all of them.
         w = T.shfl_sync(thread // 128, 0) if W == 2 else 0
         c = 0
         do.turns_of(turns, cta, grid, n)
@@ -115,7 +118,7 @@ def union_kernel(tiles: Tiles, dtype: str):
                 do.take(mask, next_mask, mem.masks, listed, t)
                 if do.ahead:
                     do.take(box, next_box, mem.boxes, listed, t)
-                box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
+                box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])  # noqa: B023
                 for x in T.unroll(P):
                     seen = seen | mask[x]
                 T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)
