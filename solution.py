@@ -2714,9 +2714,9 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
 if SECTION == "backends.tilelang_hopper":  # annotations are values
     """The TileLang backend for Hopper GPUs (sm_90a).
 
-    ``adapter`` says what it can run, and runs it; ``plan`` chooses tiles by shape; ``compiled`` has kernels compiled and
-    keeps them. Of the kernels, ``block_lists`` turns index into lists for tiles of queries, and ``union`` walks them; ``parts``
-    has macros for what walks a list.
+    ``adapter`` says what it can run, and runs it; ``plan`` chooses kernel and tiles by shape and GPU; ``compiled`` has
+    kernels compiled and keeps them. Of the kernels, ``block_lists`` turns index into lists for tiles of queries, which
+    ``union`` walks, or ``exact`` where products are slow; ``parts`` has macros for what walks a list.
     """
 
     from .adapter import backend
@@ -3012,9 +3012,9 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
 
     * masked steps: boxes in which some key is hidden from some query (behind the diagonal, past the end of the keys or of
       the block), and what the other kinds leave over; padded with a box that nobody selected;
-    * then steps that both warpgroups' queries need. Spread evenly among them are pairs of a step that only the first warpgroup
-      needs and one that only the second does: such pairs load twice as much for the same work. What one has more than the
-      other comes last.
+    * then steps that both warpgroups' queries need. Spread evenly among them are pairs of a step that only the first
+      warpgroup needs and one that only the second does: such pairs load twice as much for the same work. What one has more
+      than the other comes last.
 
     A list that is not empty has a masked step.
     """
@@ -3037,9 +3037,9 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
     def block_lists_kernel(tiles: Tiles, index_dtype: str):
         """The kernel that fills lists for tiles of one shape, to be compiled; lengths and strides are arguments of it.
 
-        It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for the
-        tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first only, for
-        the second only.
+        It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for
+        the tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first
+        only, for the second only.
         """
         TQ, BX, P = tiles.queries, tiles.box, tiles.BN // tiles.box
         HALF = TQ // tiles.warpgroups
@@ -3065,8 +3065,8 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
                     # Clamped before it is narrowed: an id may be any number.
                     id_ = T.cast(T.max(T.min(index[b, h, n.first_query + t, slot - t * topk], n.stop), -1), i32)
                     id_ = id_ - n.start
-                    if id_ >= 0 and id_ < n.size:  # before it is multiplied
-                        if (id_ + n.start) * n.block_size <= n.first_query + t + n.q_offset:  # noqa: SIM102
+                    if id_ >= 0 and id_ < n.size:  # noqa: SIM102 -- before it is multiplied
+                        if (id_ + n.start) * n.block_size <= n.first_query + t + n.q_offset:
                             T.call_extern("int32", "atomicOr", T.address_of(masks[warp, id_]), 1 << t)
             T.sync_warp()
 
@@ -3226,8 +3226,9 @@ if SECTION == "backends.tilelang_hopper.plan":
     _ROWS = 64
     # Below so many tiles, a kernel that splits the blocks of one query keeps more of the GPU busy.
     _FEW_TILES = 100
-    # Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic.
-    _LITTLE_SHARING = 2.0
+    # Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic. At
+    # 1.1 (65536 keys, 16 blocks of 64) this one was still 6 % faster than the Triton backend's; alone (decoding) it is not.
+    _LITTLE_SHARING = 1.05
 
     # What tells Hopper GPUs apart: how many FLOP of wgmma (fp16, dense) a multiprocessor does in a clock. No property says
     # so; how many multiprocessors there are tells which GPU it is. Others have a Hopper multiprocessor's full rate.
@@ -3238,12 +3239,11 @@ if SECTION == "backends.tilelang_hopper.plan":
     # | 78 (H20) | 1037 | 148 TFLOP/s published, at 1.83 GHz |
     _FULL_RATE = 4096
     _RATES = {78: 1037}
-    # The exact kernel reads k and v from shared memory for each query alone, at 128 bytes a clock: 64 keys of 128 + 128
-    # features in 256 clocks. At the full rate their products take 128, at a quarter of it 506.
+    # At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and v,
+    # 128 for products); at a quarter of it for the tensor cores (506).
     _SLOW_RATE = 2048
-    # Products of the union kernel for each that is needed, expected if each query chooses by itself: below, no kernel that
-    # multiplies 16 columns at a time makes up for what that costs. By argument: see "The H20, on paper" in
-    # docs/performance.md.
+    # Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the exact
+    # kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
     _WASTE = 1.5
 
 
@@ -3355,7 +3355,7 @@ if SECTION == "backends.tilelang_hopper.plan":
 
 
     def few_or_sparse(problem: Problem) -> list[str]:
-        """Why another kernel than a union of many queries should run ``problem``: by argument, see docs/performance.md."""
+        """Why another kernel than a union of many queries should run ``problem``: see docs/performance.md."""
         heads = heads_of_tile(problem.group)
         T = _warpgroups(problem.D, problem.Dv) * _ROWS // heads
         reasons = []
@@ -3378,13 +3378,13 @@ if SECTION == "backends.tilelang_hopper.plan":
 # === sparse_attn/backends/tilelang_hopper/exact.py ===================================================================
 
 if SECTION == "backends.tilelang_hopper.exact":  # annotations are values
-    """The exact kernel for Hopper GPUs whose products are slow: it multiplies a query by the blocks that it selected, and no other.
+    """The exact kernel, for Hopper GPUs whose products are slow: a query is multiplied by the blocks that it selected.
 
     The union kernel multiplies 4 queries of 16 heads by every block that any of them selected, since a wgmma has 64 rows.
     Here its 64 rows are the keys of a block, and its columns the 16 heads of one query: scores are computed transposed, and
-    so are sums. A tile of 4 queries shares what is loaded; a block that two of them selected is multiplied twice. Each
-    product reads k or v from shared memory for 16 columns only: on a GPU with the full rate of products that is what bounds
-    it, on one with a quarter of it (H20) it is not. Two blocks on a multiprocessor fill each other's waits.
+    so are sums. A tile of 4 queries shares what is loaded; a block that two of them selected is multiplied twice, one after
+    the other. Two blocks on a multiprocessor fill each other's waits, which bound it on a GPU with the full rate of products:
+    docs/performance.md has its times on one, and what they say of an H20.
 
     Maxima are over keys, which lie in all four warps: one exchange a step, for all queries, through shared memory.
     """
@@ -3403,8 +3403,8 @@ if SECTION == "backends.tilelang_hopper.exact":  # annotations are values
     _INF = float("inf")
     _COLUMNS_OF_A_THREAD = 4
 
-    # How a thread's part of 64 x 16 scores lies: values 0 to 7 are rows r and r + 8, of columns c and c + 1, c + 8 and c + 9;
-    # r = 16 * warp + lane / 4, c = lane % 4 * 2. Sums of 64 and 128 features have 8 and 16 values, likewise.
+    # How a thread's part of 64 x 16 scores lies: values 0 to 7 are rows r and r + 8, of columns c and c + 1, c + 8 and
+    # c + 9; r = 16 * warp + lane / 4, c = lane % 4 * 2. Sums of 64 and 128 features have 8 and 16 values, likewise.
     _SOFTMAX = """
 template <int SUMS>
 __device__ __forceinline__ void sparse_attn_weigh(
@@ -3467,8 +3467,9 @@ __device__ __forceinline__ void sparse_attn_total(float* l, float* exchange) {
 
 // Sums to rows of the result, in shared memory: ``stage`` has a row for each head of this query.
 template <int SUMS, int STRIDE, typename T>
-__device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, const float* exchange, T* stage,
-                                                  void* lse, long long lse_stride, int heads, float scale) {
+__device__ __forceinline__ void sparse_attn_stage(
+    const float* o, const float* m, const float* exchange, T* stage, void* lse, long long lse_stride, int heads,
+    float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   float l[4] = {0.f, 0.f, 0.f, 0.f}, factor[4];
   #pragma unroll
@@ -3487,8 +3488,8 @@ __device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, cons
     #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int head = lane * 2 + (c & 1) + (c >> 1) * 8;
-      if (head < heads)
-        static_cast<float*>(lse)[head * lse_stride] = l[c] == 0.f ? -INFINITY : (m[c] * scale + log2f(l[c])) * 0.69314718f;
+      const float value = l[c] == 0.f ? -INFINITY : (m[c] * scale + log2f(l[c])) * 0.69314718f;
+      if (head < heads) static_cast<float*>(lse)[head * lse_stride] = value;
     }
   }
 }
@@ -3698,7 +3699,7 @@ __device__ __forceinline__ void sparse_attn_stage(const float* o, float* m, cons
 # === sparse_attn/backends/tilelang_hopper/parts.py ===================================================================
 
 if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
-    """Macros for a kernel that walks a list: where a tile is, what a step says, the softmax, loads, stores; and its entry."""
+    """Macros for kernels that walk a list: where a tile is, what a step says, the softmax, loads, stores; their entry."""
 
     from types import SimpleNamespace
 
@@ -3718,8 +3719,9 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
     # Values of 16 bytes.
     _VECTOR = 8
 
-    # Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads of
-    # a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's time.
+    # Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads
+    # of a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's
+    # time.
     STORE = """
 template <int DV, int DV_PADDED, bool BF16>
 __device__ __forceinline__ void sparse_attn_store(
@@ -3777,7 +3779,7 @@ __device__ __forceinline__ void sparse_attn_store(
 
         @T.macro
         def locate(place, turn, cta, grid, n):
-            """Of a block's item number ``turn``: its list, batch entry, first head, key/value head, first query, valid heads.
+            """Of a block's item number ``turn``: list, batch entry, first head, key/value head, first query, valid heads.
 
             Items of ``n.together`` lists are taken together, the longest first, and dealt out there and back again: to the
             first block the longest, to the last the shortest, then the other way round. Blocks end at about the same time.
@@ -3804,7 +3806,7 @@ __device__ __forceinline__ void sparse_attn_store(
         def turns_of(turns: T.Ref, cta, grid, n):
             """Items that a block takes."""
             turns = T.truncdiv(n.items, grid)
-            turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)  # noqa: F841 -- arguments that are references are assigned to
+            turns = turns + T.Select(n.items - turns * grid > T.Select(turns % 2 == 0, cta, grid - 1 - cta), 1, 0)
 
         @T.macro
         def take(now, then, values, listed, t):
@@ -3846,7 +3848,7 @@ __device__ __forceinline__ void sparse_attn_store(
 
         @T.macro
         def zero_hidden(mem, thread, step, box_of, mask, first, n):
-            """Zero values behind all queries that take their box: they may never have been written, and 0 times NaN is NaN."""
+            """Zero values behind all queries that take their box: they may be NaN, never having been written."""
             block = T.alloc_var(i32)
             start = T.alloc_var(i32)
             hidden = T.alloc_var(i32)
@@ -4010,8 +4012,9 @@ __device__ __forceinline__ void sparse_attn_store(
                         next_box[x] = first_box[x]
 
         return SimpleNamespace(
-            locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
-            store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
+            locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden,
+            exponentiate=exponentiate, rescale=rescale, store=store, load_keys_and_values=load_keys_and_values,
+            query_of=query_of, query_major=query_major, ahead=ahead,
         )  # fmt: skip
 
 
@@ -4093,8 +4096,9 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
     being finished.
 
     The softmax is FlashAttention-3's inner overlap (Shah et al., 2024, algorithm 2): scores of a step are multiplied while
-    the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a maximum
-    grew by more than 2**8, as in FlashAttention-4: the result is the same, since weights and sums refer to the same number.
+    the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a
+    maximum grew by more than 2**8, as in FlashAttention-4: the result is the same, since weights and sums refer to the same
+    number.
     """
 
     from types import SimpleNamespace
@@ -4141,7 +4145,8 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
 
         @T.macro
         def consume(mem, n, cta, grid):
-            """The warpgroups that multiply: each for itself, but for what they share in memory."""
+            """The warpgroups that multiply: each for itself, but for what they share in memory. One code for both of them:
+            two would not stay in the instruction cache."""
             s = T.alloc_fragment([ROWS, BN], f32)
             p = T.alloc_fragment([ROWS, BN], dtype)
             o = T.alloc_fragment([ROWS, DVP], f32)
@@ -4168,6 +4173,7 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
             c = T.alloc_var(i32)  # steps so far, of all tiles: the place in the rings
             turns = T.alloc_var(i32)
             thread = T.get_thread_binding()
+            # Told that all lanes of a warp have the same number, the compiler works out addresses once for all of them.
             w = T.shfl_sync(thread // 128, 0) if W == 2 else 0
             c = 0
             do.turns_of(turns, cta, grid, n)
@@ -4202,7 +4208,7 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
                     do.take(mask, next_mask, mem.masks, listed, t)
                     if do.ahead:
                         do.take(box, next_box, mem.boxes, listed, t)
-                    box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])
+                    box_of = (lambda x: box[x]) if do.ahead else (lambda x: mem.boxes[listed, t * P + x])  # noqa: B023
                     for x in T.unroll(P):
                         seen = seen | mask[x]
                     T.barrier_wait(mem.k_ready[c & (KST - 1)], (c >> K_LOG) & 1)

@@ -5,7 +5,9 @@ the same, with a local one they are drawn in the same way. Kernels, for groups o
 
 * ``union``: ``backends/tilelang_hopper``. A warpgroup multiplies, by wgmma, the blocks that any of its 4 queries
   selected; two share what is loaded. What fills up the last step of 128 keys is not counted.
-* ``exact``: a warp for each of a tile's 8 queries multiplies, by mma.sync, the blocks that its query selected. K and V
+* ``exact``: its kernel for GPUs with slow products. A warpgroup multiplies, by wgmma with keys as rows, each of its 4
+  queries by the blocks that it selected, one query after the other; two share an SM, and nothing that is loaded.
+* ``mma``: a warp for each of a tile's 8 queries multiplies, by mma.sync, the blocks that its query selected. K and V
   are staged once for the tile, and read from shared memory by each of these warps; q stays in registers.
 * ``gather``: one query at a time, by mma.sync, and K and V of its blocks loaded for it alone.
 * ``dense``: all causal keys, by wgmma, tiles of 128 rows of one head. Another function: the yardstick.
@@ -30,7 +32,7 @@ from torch import Tensor
 from . import cases, table
 from .cases import Point
 
-KERNELS = ("union", "exact", "gather", "dense")
+KERNELS = ("union", "exact", "mma", "gather", "dense")
 HEADS = 16
 ROWS = 64  # of a warpgroup: 4 queries of 16 heads
 TILE = 8  # queries that share what is loaded
@@ -38,18 +40,22 @@ STEP = 128  # keys for which wgmma reads the queries from shared memory once
 _BYTES = 2  # fp16
 
 # Per clock and SM (Hopper): dense fp16 FLOP of wgmma (989 TFLOP/s for 132 SMs at 1.83 GHz), bytes of shared memory, and
-# exponentials. mma.sync: assumed at 62 % of wgmma on an H100; the prototype of `exact` is bound by shared memory, so
+# exponentials. mma.sync: assumed at 62 % of wgmma on an H100; the prototype of `mma` is bound by shared memory, so
 # that no measurement here tells.
 WGMMA, SHARED, EXP = 4096, 128, 16
 MMA_SHARE = 0.62
 
 # The assumption that is fitted: the unit of an SM that bounds a kernel works in this share of its clocks. So much was
-# measured for the union kernel's products on an H200; for shared memory it gives the measured times of `exact`.
+# measured for the union kernel's products on an H200; for shared memory it gives the measured times of `mma`.
 # The other clocks are waits that nothing hides. There are taken to be as many of them where products are slower: with
 # the H20's, which take 4 times the clocks, 0.87 are products. Dense causal kernels were measured there at 0.73 (2048
 # keys) to 0.91 (16384) of 148 TFLOP/s: github.com/Dao-AILab/flash-attention/issues/1310. The rates of L2 and memory
 # are those that kernels did reach: nothing is taken off.
 EFFICIENCY = 0.63
+
+# Clocks that a warpgroup of `exact` takes for a step, and for each query in it beside its products: nothing hides them
+# but the other warpgroup's work. Fitted to its times at the large-2 points, 24.6 and 9.2 ms at 1.98 GHz.
+STEP_CLOCKS, QUERY_CLOCKS = 1330, 844
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,8 @@ class Gpu:
     memory: float
 
 
-# 1.59 GHz: what makes the union kernel's 540 TFLOP/s 0.63 of the peak; a matrix product of 8192^3, measured at 640 to
-# 770 TFLOP/s, is 0.74 to 0.90 of it then. L2: read by the gather kernel. Memory: a copy.
-H200 = Gpu(132, 1.98e9, 1.59e9, WGMMA, (MMA_SHARE * WGMMA,), 10.8e12, 4.24e12)
+# 1.635 GHz: measured under the union kernel, at the power limit. L2: read by the gather kernel. Memory: a copy.
+H200 = Gpu(132, 1.98e9, 1.635e9, WGMMA, (MMA_SHARE * WGMMA,), 10.8e12, 4.24e12)
 # 148 TFLOP/s and 4.0 TB/s are published; assumed are 1.83 GHz, and that power does not limit it. mma.sync is as fast as
 # wgmma if only the peak was lowered, 0.62 of it if both were: not known. FlashAttention-2, which is mma.sync, got 84
 # TFLOP/s (the issue above), so rather the latter, 92. The L2's rate is not published: the H200's, scaled by SMs and
@@ -81,25 +86,32 @@ H20 = Gpu(
     H200.l2 * 78 / 132 * 1.83 / 1.98, 4.0e12 * 4.24 / 4.8,
 )  # fmt: skip
 
-# Times on an H200 in ms, lowest and highest, from docs/performance.md, without making lists: `union` is the TileLang
-# kernel, `exact` the prototype in CUDA C++ (11 queries a tile, q read again for each block), `gather` the Triton
-# backend's, `dense` cuDNN.
+# Times on an H200 in ms, lowest and highest, from docs/performance.md: `union` and `exact` are the TileLang backend's,
+# without making lists, `mma` is the prototype in CUDA C++ (11 queries a tile, q read again for each block), `gather`
+# the Triton backend's, `dense` cuDNN.
 MEASURED = {
-    ("statement", "large-1", "random", "union"): (2.08, 2.08),
-    ("statement", "large-1", "random", "exact"): (2.86, 2.86),
-    ("statement", "large-2", "random", "union"): (13.7, 13.7),
-    ("statement", "large-2", "random", "exact"): (14.6, 14.6),
+    ("statement", "large-1", "random", "union"): (1.75, 1.85),
+    ("statement", "large-1", "random", "mma"): (2.86, 2.86),
+    ("statement", "large-1", "dense", "dense"): (1.83, 2.06),
+    ("statement", "large-2", "random", "union"): (12.3, 13.3),
+    ("statement", "large-2", "random", "exact"): (23.8, 24.5),
+    ("statement", "large-2", "random", "mma"): (14.6, 14.6),
     ("statement", "large-2", "random", "gather"): (22.1, 22.1),
-    ("statement", "large-2", "local", "union"): (8.4, 9.1),
-    ("statement", "large-2", "dense", "dense"): (16.0, 16.5),
-    ("handout", "large-2", "random", "union"): (3.86, 3.86),
-    ("handout", "large-2", "random", "exact"): (5.41, 5.41),
-    ("handout", "large-2", "dense", "dense"): (3.5, 4.15),
+    ("statement", "large-2", "local", "union"): (7.0, 8.1),
+    ("statement", "large-2", "local", "exact"): (21.2, 21.8),
+    ("statement", "large-2", "dense", "dense"): (15.2, 16.5),
+    ("handout", "large-2", "random", "union"): (3.27, 3.9),
+    ("handout", "large-2", "random", "exact"): (9.2, 9.2),
+    ("handout", "large-2", "random", "mma"): (5.41, 5.41),
+    ("handout", "large-2", "dense", "dense"): (3.45, 4.28),
 }
 
 
 class Work(NamedTuple):
-    """FLOP, by ``wgmma`` or mma.sync; exponentials; bytes: K and V from L2; shared memory; q, k, v, out, index once."""
+    """FLOP, by ``wgmma`` or mma.sync; exponentials; bytes: K and V from L2; shared memory; q, k, v, out, index once.
+
+    ``waits``: of a kernel in which one product waits for another, clocks of a warpgroup beside its products.
+    """
 
     wgmma: bool
     flop: float
@@ -107,6 +119,7 @@ class Work(NamedTuple):
     l2: float
     shared: float
     memory: float
+    waits: float = 0.0
 
 
 def selection(index: Tensor, num_blocks: int) -> Tensor:
@@ -135,18 +148,20 @@ def count(point: Point, kernel: str, selected: Tensor) -> Work:
     elif kernel == "union":
         loads, products, rows = walked(selected, TILE), walked(selected, ROWS // HEADS), ROWS
     else:
-        loads, products, rows = walked(selected, TILE) if kernel == "exact" else pairs, pairs, HEADS
-    wgmma = kernel in ("union", "dense")
+        together = {"exact": ROWS // HEADS, "mma": TILE, "gather": 1}[kernel]
+        loads, products, rows = walked(selected, together), pairs, HEADS
     block = keys * (point.D + point.Dv) * _BYTES
-    q = ROWS * point.D * _BYTES * keys / STEP if wgmma else 0.0  # read by wgmma once a step: a block's part of it
+    # Read by wgmma once a step: a block's part of it.
+    q = ROWS * point.D * _BYTES * keys / STEP if kernel in ("union", "dense") else 0.0
     tensors = point.B * (point.Hq * point.N + point.Hk * point.M) * (point.D + point.Dv) * _BYTES
     return Work(
-        wgmma=wgmma,
+        wgmma=kernel in ("union", "exact", "dense"),
         flop=heads * products * 2.0 * rows * keys * (point.D + point.Dv),
         exps=heads * products * float(rows * keys),
         l2=heads * loads * float(block),
         shared=heads * (loads * block + products * (block + q)),
         memory=tensors + (0 if kernel == "dense" else point.B * point.Hk * point.N * point.topk * 4),
+        waits=heads * (loads * STEP_CLOCKS + pairs * QUERY_CLOCKS) if kernel == "exact" else 0.0,
     )
 
 
@@ -154,6 +169,8 @@ def times(work: Work, gpu: Gpu, mma: float) -> dict[str, float]:
     """Seconds that each unit would need alone, where mma.sync does ``mma`` FLOP per clock and SM."""
     rate, full = (gpu.wgmma, WGMMA) if work.wgmma else (mma, MMA_SHARE * WGMMA)
     clocks = gpu.sms * gpu.clock
+    # A product of 16 columns takes as long as the tensor core does, or as its other operand is read from shared memory.
+    products = work.flop * max(1 / gpu.wgmma, 1 / (HEADS * SHARED)) if work.waits else 0.0
     return {
         # Clocks of products, and clocks that are lost beside them, as many as on a full Hopper SM: see EFFICIENCY.
         "tensor": work.flop / (gpu.sms * gpu.product_clock) * (1 / rate + (1 / EFFICIENCY - 1) / full),
@@ -161,6 +178,7 @@ def times(work: Work, gpu: Gpu, mma: float) -> dict[str, float]:
         "exp": work.exps / (EXP * clocks) / EFFICIENCY,
         "L2": work.l2 / gpu.l2,
         "memory": work.memory / gpu.memory,
+        "waits": (work.waits + products) / (2 * clocks),
     }
 
 

@@ -38,12 +38,14 @@ def test_work_by_hand() -> None:
     point = cases.Point("statement", "tiny", B=2, Hq=48, Hk=3, N=8, M=8, D=64, Dv=128, topk=1, block_size=4)
     found = torch.tensor([[True, False]] * 5 + [[True, True]] * 3)  # 11 pairs, 1 + 2 for the halves, 2 for the tile
     block = 4 * (64 + 128) * 2
-    union, exact, gather = (model.count(point, kernel, found) for kernel in ("union", "exact", "gather"))
+    union, exact, mma, gather = (model.count(point, kernel, found) for kernel in ("union", "exact", "mma", "gather"))
+    assert mma == exact._replace(wgmma=False, l2=mma.l2, shared=mma.shared, waits=0)
+    assert exact.waits == 6 * (3 * model.STEP_CLOCKS + 11 * model.QUERY_CLOCKS)
     assert (union.flop, exact.flop) == (6 * 3 * 2 * 64 * 4 * (64 + 128), 6 * 11 * 2 * 16 * 4 * (64 + 128))
     assert (union.exps, exact.exps, gather.exps) == (6 * 3 * 64 * 4, 6 * 11 * 16 * 4, 6 * 11 * 16 * 4)
-    assert (union.l2, exact.l2, gather.l2) == (6 * 2 * block, 6 * 2 * block, 6 * 11 * block)
+    assert (union.l2, exact.l2, mma.l2, gather.l2) == tuple(6 * n * block for n in (2, 3, 2, 11))
     assert union.shared == 6 * (2 * block + 3 * (block + 64 * 64 * 2 * 4 / 128))
-    assert (exact.shared, gather.shared) == (6 * (2 + 11) * block, 6 * (11 + 11) * block)
+    assert (exact.shared, mma.shared, gather.shared) == tuple(6 * (n + 11) * block for n in (3, 2, 11))
     assert union.memory == 2 * 2 * 8 * (48 * 64 + 3 * 64 + 3 * 128 + 48 * 128) + 4 * 2 * 3 * 8
     with pytest.raises(ValueError, match="16 heads"):
         model.count(replace(point, Hq=24), "union", found)
@@ -55,7 +57,7 @@ def test_all_blocks_selected_are_the_causal_ones() -> None:
     found = selected(point, "dense")
     causal = sum(i // 64 + 1 for i in range(1024))
     flop = 2 * (64 + 64) * 64 * 16 * causal * point.B * point.Hk
-    assert [model.count(point, kernel, found).flop for kernel in ("union", "exact", "gather")] == [flop] * 3
+    assert [model.count(point, kernel, found).flop for kernel in ("union", "exact", "mma", "gather")] == [flop] * 4
     assert flop <= model.count(point, "dense", found).flop <= 1.1 * flop  # its blocks at the diagonal are larger
 
 
@@ -63,10 +65,10 @@ def test_all_blocks_selected_are_the_causal_ones() -> None:
 @pytest.mark.parametrize("point", cases.POINTS, ids=lambda point: f"{point.set}-{point.size}")
 def test_sharing_saves_loads_and_costs_products(point: cases.Point, pattern: str) -> None:
     found = selected(point, pattern)
-    union, exact, gather = (model.count(point, kernel, found) for kernel in ("union", "exact", "gather"))
-    assert exact.flop == gather.flop <= union.flop <= 4 * exact.flop
-    assert union.l2 == exact.l2 <= gather.l2 <= model.TILE * exact.l2
-    assert union.shared < exact.shared <= gather.shared
+    union, exact, mma, gather = (model.count(point, kernel, found) for kernel in ("union", "exact", "mma", "gather"))
+    assert exact.flop == mma.flop == gather.flop <= union.flop <= 4 * exact.flop
+    assert union.l2 == mma.l2 <= exact.l2 <= gather.l2 <= model.TILE * mma.l2
+    assert union.shared < mma.shared <= exact.shared <= gather.shared
 
 
 def test_products_in_vain_at_large_2() -> None:
@@ -101,8 +103,8 @@ def test_table_is_markdown_on_request(capsys: pytest.CaptureFixture[str]) -> Non
     assert model.main(["--markdown", "--size", "large-2"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert len(cells) == 2 + 4 + 3 + 4
+    assert len(cells) == 2 + 5 + 4 + 5
     assert cells[0][:3] == ["point", "pattern", "kernel"]
-    row = next(row for row in cells if row[:3] == ["statement large-2", "random", "exact"])
+    row = next(row for row in cells if row[:3] == ["statement large-2", "random", "mma"])
     assert row[cells[0].index("measured ms")] == "14.6"
     assert " to " in row[cells[0].index("H20 ms")]

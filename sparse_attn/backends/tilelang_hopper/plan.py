@@ -13,8 +13,9 @@ SHARED_BYTES = 227 * 1024 - 1024
 _ROWS = 64
 # Below so many tiles, a kernel that splits the blocks of one query keeps more of the GPU busy.
 _FEW_TILES = 100
-# Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic.
-_LITTLE_SHARING = 2.0
+# Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic. At
+# 1.1 (65536 keys, 16 blocks of 64) this one was still 6 % faster than the Triton backend's; alone (decoding) it is not.
+_LITTLE_SHARING = 1.05
 
 # What tells Hopper GPUs apart: how many FLOP of wgmma (fp16, dense) a multiprocessor does in a clock. No property says
 # so; how many multiprocessors there are tells which GPU it is. Others have a Hopper multiprocessor's full rate.
@@ -25,12 +26,11 @@ _LITTLE_SHARING = 2.0
 # | 78 (H20) | 1037 | 148 TFLOP/s published, at 1.83 GHz |
 _FULL_RATE = 4096
 _RATES = {78: 1037}
-# The exact kernel reads k and v from shared memory for each query alone, at 128 bytes a clock: 64 keys of 128 + 128
-# features in 256 clocks. At the full rate their products take 128, at a quarter of it 506.
+# At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and v,
+# 128 for products); at a quarter of it for the tensor cores (506).
 _SLOW_RATE = 2048
-# Products of the union kernel for each that is needed, expected if each query chooses by itself: below, no kernel that
-# multiplies 16 columns at a time makes up for what that costs. By argument: see "The H20, on paper" in
-# docs/performance.md.
+# Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the exact
+# kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
 _WASTE = 1.5
 
 
@@ -142,7 +142,7 @@ def _warpgroups(D: int, Dv: int) -> int:
 
 
 def few_or_sparse(problem: Problem) -> list[str]:
-    """Why another kernel than a union of many queries should run ``problem``: by argument, see docs/performance.md."""
+    """Why another kernel than a union of many queries should run ``problem``: see docs/performance.md."""
     heads = heads_of_tile(problem.group)
     T = _warpgroups(problem.D, problem.Dv) * _ROWS // heads
     reasons = []
