@@ -3239,11 +3239,11 @@ if SECTION == "backends.tilelang_hopper.plan":
     # | 78 (H20) | 1037 | 148 TFLOP/s published, at 1.83 GHz |
     _FULL_RATE = 4096
     _RATES = {78: 1037}
-    # At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and v,
-    # 128 for products); at a quarter of it for the tensor cores (506).
+    # At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and
+    # v, 128 for products); at a quarter of it for the tensor cores (506).
     _SLOW_RATE = 2048
-    # Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the exact
-    # kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
+    # Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the
+    # exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
     _WASTE = 1.5
 
 
@@ -3383,8 +3383,8 @@ if SECTION == "backends.tilelang_hopper.exact":  # annotations are values
     The union kernel multiplies 4 queries of 16 heads by every block that any of them selected, since a wgmma has 64 rows.
     Here its 64 rows are the keys of a block, and its columns the 16 heads of one query: scores are computed transposed, and
     so are sums. A tile of 4 queries shares what is loaded; a block that two of them selected is multiplied twice, one after
-    the other. Two blocks on a multiprocessor fill each other's waits, which bound it on a GPU with the full rate of products:
-    docs/performance.md has its times on one, and what they say of an H20.
+    the other. Two blocks on a multiprocessor fill each other's waits, which bound it on a GPU with the full rate of
+    products: docs/performance.md has its times on one, and what they say of an H20.
 
     Maxima are over keys, which lie in all four warps: one exchange a step, for all queries, through shared memory.
     """

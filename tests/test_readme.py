@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, in order, and its links lead somewhere."""
+"""The examples of the README and of docs/migrating.md run as they stand, in order, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def test_examples_run(register: object) -> None:
         sparse_attn.sparse_attention(*(names[n] for n in ("q", "k", "v", "index")), 64)
 
 
+def test_examples_of_migrating_run() -> None:
+    names: dict[str, object] = {}
+    text = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        exec(compile(block, "migrating.md", "exec"), names)
+
+
 def test_every_environment_variable_is_documented() -> None:
     root = Path(__file__).parent.parent
     sources = [p.read_text() for folder in ("sparse_attn", "tests", "bench") for p in (root / folder).rglob("*.py")]
@@ -35,7 +44,7 @@ def test_every_environment_variable_is_documented() -> None:
     assert used == set(re.findall(r"^\| `(SPARSE_ATTN_[A-Z_]+)`", README, re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/migrating.md"])
 def test_links_and_paths_exist(page: str) -> None:
     root = Path(__file__).parent.parent
     text = (root / page).read_text()

@@ -3,8 +3,8 @@
 The union kernel multiplies 4 queries of 16 heads by every block that any of them selected, since a wgmma has 64 rows.
 Here its 64 rows are the keys of a block, and its columns the 16 heads of one query: scores are computed transposed, and
 so are sums. A tile of 4 queries shares what is loaded; a block that two of them selected is multiplied twice, one after
-the other. Two blocks on a multiprocessor fill each other's waits, which bound it on a GPU with the full rate of products:
-docs/performance.md has its times on one, and what they say of an H20.
+the other. Two blocks on a multiprocessor fill each other's waits, which bound it on a GPU with the full rate of
+products: docs/performance.md has its times on one, and what they say of an H20.
 
 Maxima are over keys, which lie in all four warps: one exchange a step, for all queries, through shared memory.
 """

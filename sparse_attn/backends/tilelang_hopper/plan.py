@@ -26,11 +26,11 @@ _LITTLE_SHARING = 1.05
 # | 78 (H20) | 1037 | 148 TFLOP/s published, at 1.83 GHz |
 _FULL_RATE = 4096
 _RATES = {78: 1037}
-# At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and v,
-# 128 for products); at a quarter of it for the tensor cores (506).
+# At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and
+# v, 128 for products); at a quarter of it for the tensor cores (506).
 _SLOW_RATE = 2048
-# Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the exact
-# kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
+# Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the
+# exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
 _WASTE = 1.5
 
 
