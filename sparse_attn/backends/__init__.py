@@ -6,7 +6,7 @@ import os
 
 from ..contract import BackendSpec, Requirement
 
-# Triton's interpreter, on when this variable is set as Triton reads it, runs kernels on a CPU: for tests and for debugging.
+# Triton's interpreter, on if this variable is set as Triton reads it, runs kernels on a CPU: for tests and debugging.
 _INTERPRETED = ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 BUILTIN: tuple[BackendSpec, ...] = (
@@ -38,7 +38,9 @@ BUILTIN: tuple[BackendSpec, ...] = (
             Requirement("triton.backends.ascend", minimum="3.2", distribution="triton-ascend"),
             Requirement("torch_npu"),
         ),
-        install="pip install triton-ascend in an environment without the package triton, and the torch-npu for its torch",
+        install=(
+            "pip install triton-ascend in an environment without the package triton, and the torch-npu for its torch"
+        ),
     ),
     BackendSpec(
         name="torch_npu",

@@ -1,11 +1,11 @@
 """The reference: what the operator means, in plain torch, fp32 inside, on any device.
 
 Every other backend is validated against it, so it has to be obviously right first, and then fast and small enough to
-validate at real sizes. Of the two obvious forms it takes the dense one, in tiles: all scores of a few queries against every
-key up to the last of them, with the unselected ones masked out. Gathering the selected keys of each query instead copies
-``topk * block_size`` rows of k and of v for each (275 GB in fp32 for 2 x 4 heads, 8192 queries and 64 blocks of 64), where
-the dense form reads k and v once per tile and leaves the work to a matrix product. It does more arithmetic than
-a sparse selection needs; docs/performance.md has the times of both.
+validate at real sizes. Of the two obvious forms it takes the dense one, in tiles: all scores of a few queries against
+every key up to the last of them, with the unselected ones masked out. Gathering the selected keys of each query instead
+copies ``topk * block_size`` rows of k and of v for each (275 GB in fp32 for 2 x 4 heads, 8192 queries and 64 blocks
+of 64), where the dense form reads k and v once per tile and leaves the work to a matrix product. It does more
+arithmetic than a sparse selection needs; docs/performance.md has the times of both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..contract import Problem
 
-# On x86 CPUs torch's exp and log are MKL's, and if the first call in a process is a parallel one, some of its threads may
-# get results that are off by 1e-4 (seen with torch 2.13 on a busy machine, in one process of seven). Not the second call's.
+# On x86 CPUs torch's exp and log are MKL's, and if the first call in a process is a parallel one, some of its threads
+# may get results that are off by 1e-4 (seen with torch 2.13 on a busy machine, in one process of seven).
+# Not the second call's.
 torch.ones(1).exp().log()
 
 # fp32 scores held at a time. The softmax needs about three buffers of that size: under 1 GiB in all.
@@ -72,8 +73,8 @@ class Reference:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients as in FlashAttention-2 (Dao 2023, section 3.1), with the lse's own gradient added to the scores'.
 
-        Weights and their sums are computed again in fp32: taken from ``out`` and ``lse`` they would inherit the rounding of
-        one and, for scores in the thousands, of the other.
+        Weights and their sums are computed again in fp32: taken from ``out`` and ``lse`` they would inherit the
+        rounding of one and, for scores in the thousands, of the other.
         """
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
@@ -166,7 +167,8 @@ def _seen(index: Tensor, block_size: int, rows: slice, keys: slice, M: int, q_of
 def _exponentiate(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Turn scores into ``exp(scores - m_i)`` in place; return the rows' maxima m_i and sums l_i, ``[Hk, g*n, 1]``.
 
-    A row that sees nothing gets weights of 0, m_i = -inf (so that its lse is -inf) and l_i = 1 (so that its output is 0).
+    A row that sees nothing gets weights of 0, m_i = -inf (so that its lse is -inf)
+    and l_i = 1 (so that its output is 0).
     """
     m_i = scores.amax(-1, keepdim=True)
     empty = m_i == -torch.inf
@@ -175,6 +177,7 @@ def _exponentiate(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --- fp32 that is fp32, whatever the process has asked for -----------------------------------------------------------
+
 
 class _PlainFp32:
     """Switch TF32 and its like off while at least one call is inside. The switches belong to the process."""

@@ -50,9 +50,11 @@ class TritonAscendBackend:
         reasons = []
         if problem.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"needs fp16 or bf16, got {str(problem.dtype).removeprefix('torch.')}")
-        for name in ("D", "Dv"):
-            if getattr(problem, name) > MAX_FEATURES:
-                reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
+        reasons.extend(
+            f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}"
+            for name in ("D", "Dv")
+            if getattr(problem, name) > MAX_FEATURES
+        )
         if min(problem.block_size, problem.M) > MAX_BLOCK:
             reasons.append(f"needs block_size or M <= {MAX_BLOCK}, got {problem.block_size} and M={problem.M}")
         if problem.topk > MAX_TOPK:
@@ -97,7 +99,7 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int, return_lse: bool,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor | None, Launch]:  # fmt: skip
-    """Make results, not yet filled, and the launch that fills them. No argument is empty; ``tiles`` replaces the plan's."""
+    """Make results, unfilled, and the launch that fills them. No argument is empty; ``tiles`` replaces the plan's."""
     B, Hq, N, D = q.shape
     _, Hk, M, Dv = v.shape
     g, topk = Hq // Hk, index.shape[3]

@@ -4,8 +4,8 @@ Written to what the compiler does with it (docs/ascend.md): a grid as large as t
 block ids as scalars and tiles of k and v as contiguous rows, which the cube core then copies into its L1 by itself; no
 branch around a product; a finite number for "nothing"; 64-bit numbers in scalars only.
 
-The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1): m_i is the largest score so far, l_i the sum of
-``exp(score - m_i)``.
+The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1): m_i is the largest score so far, l_i the sum
+of ``exp(score - m_i)``.
 """
 
 import triton
@@ -60,7 +60,7 @@ def _load_rows(base, stride, rows, features, n, width, PADDED: tl.constexpr):
 
 @triton.jit
 def _load_whole(base, stride, rows, features, width, PADDED: tl.constexpr):
-    """The same where all rows are there: without a mask over rows, a tile is not filled with zeros before it is loaded."""
+    """The same where all rows are there: without a mask over rows, a tile is not zeroed before it is loaded."""
     pointers = base + rows[:, None] * stride + features[None, :]
     if PADDED:
         return tl.load(pointers, (features < width)[None, :], other=0.0)
@@ -93,9 +93,9 @@ def attention_kernel(
 ):  # fmt: skip
     """Tasks are (tile of T queries; HEADS heads; b, hk), dealt out to the programs one by one. T is 1, 2 or 4.
 
-    Each query of a tile has its own scores and sums, HEADS rows of them, which is what a cube core multiplies at once; a
-    tile of k and v is loaded once for all of them. With T = 2 the lists tell apart what only one query selected,
-    and nothing is computed in vain; with T = 4 all four take every block, and weights are 0 where one did not select it.
+    Each query of a tile has its own scores and sums, HEADS rows of them, which is what a cube core multiplies at once;
+    a tile of k and v is loaded once for all of them. With T = 2 the lists tell apart what only one query selected, and
+    nothing is computed in vain; with T = 4 all four take every block, and weights are 0 where one did not select it.
     """
     heads = tl.arange(0, HEADS)
     features = tl.arange(0, D_PADDED)
@@ -118,7 +118,7 @@ def attention_kernel(
         first_only = tl.load(fields_row + 1)
         second_only = tl.load(fields_row + 2)
         end = tl.load(fields_row + 3)
-        sees = tl.load(fields_row + 4)  # bit t: query t sees a key. One that sees none may hold anything, and is read as 0
+        sees = tl.load(fields_row + 4)  # bit t: query t sees a key. One that sees none may hold anything: read as 0
         q_row = q + b * q_b + head * q_h + i.to(tl.int64) * q_n
         k_rows = k + b * k_b + hk * k_h
         v_rows = v + b * v_b + hk * v_h

@@ -28,8 +28,9 @@ class BlockLists(NamedTuple):
         fields: int32 ``[B * Hk * tiles, 5]``: ends of the segments (below), mask of the queries that see anything.
 
     Segments: blocks that several queries take, or one query that is alone in its tile; that only the first of two
-    queries takes; that only the second takes; blocks in which some key is hidden from some query (behind the diagonal, past
-    the end of the keys), or all blocks if single keys have to be masked anyway. Tiles of four leave the second and third empty.
+    queries takes; that only the second takes; blocks in which some key is hidden from some query (behind the diagonal,
+    past the end of the keys), or all blocks if single keys have to be masked anyway.
+    Tiles of four leave the second and third empty.
     """
 
     blocks: Tensor
@@ -65,7 +66,7 @@ def block_lists(index: Tensor, M: int, block_size: int, q_offset: int, T: int, m
     before, behind = (F.pad(x, edge, value=-1) for x, edge in ((named[:, :-1], (1, 0)), (block[:, 1:], (0, 1))))
     starts = real & (block != torch.div(before, T, rounding_mode="floor"))
     ends = real & (block != behind)
-    # Queries of a block: what the sum of bits, once for each pair, grows by from the end of one block to that of the next.
+    # Queries of a block: what the sum of bits, once for each pair, grows by from the end of one block to the next's.
     bits = ((real & (named != before)).int() << query).cumsum(-1, dtype=torch.int32)
     place = starts.cumsum(-1, dtype=torch.int32) - 1
     blocks = _gathered(block, place, ends, capacity)
@@ -82,7 +83,7 @@ def block_lists(index: Tensor, M: int, block_size: int, q_offset: int, T: int, m
         segment = torch.where(masks == 3, 0, masks)
     masked = torch.ones_like(there) if mask_all else blocks >= edge[:, None]
     segment = torch.where(there, torch.where(masked, 3, segment), 4)
-    # The order of ids is kept within a segment. A number for a segment and a place is exact in fp32, too: topk is limited.
+    # Ids keep their order within a segment. A number for a segment and a place is exact in fp32, too: topk is limited.
     order = (segment * capacity + torch.arange(capacity, dtype=torch.int32, device=device)).float().argsort(-1)
     ends_of = torch.stack([(segment <= s).sum(-1, dtype=torch.int32) for s in range(4)], -1)
     return BlockLists(

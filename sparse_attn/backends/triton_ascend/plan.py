@@ -1,15 +1,15 @@
-"""Tile sizes of a problem, from its shape alone. What they rest on is in docs/ascend.md: compiled, never timed on a device."""
+"""Tile sizes by a problem's shape alone. What they rest on is in docs/ascend.md: compiled, never timed on a device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Rows of one product: a fractal of the cube has 16, and 32 are what the compilers' plans for the vector cores' buffer hold.
+# Rows of a product: a fractal of the cube has 16; 32 are what the compilers' plans for the vector cores' buffer hold.
 _LEAST_HEADS, MOST_HEADS = 16, 32
 # Rows of all queries of a tile, by padded width: each has its own scores and sums in that buffer.
 _MOST_ROWS = {128: 64, 256: 32}
-# Queries of a tile, where they fit. Four share more, but take every block of their union, and the newest compiler overlaps
-# cube and vector cores over several blocks only for fewer: the first thing to compare on a device.
+# Queries of a tile, where they fit. Four share more, but take every block of their union, and the newest compiler
+# overlaps cube and vector cores over several blocks only for fewer: the first thing to compare on a device.
 QUERIES = 2
 # Cube cores of the largest 910B: below that many tiles, cores idle.
 MOST_CORES = 24

@@ -31,11 +31,15 @@ class TritonBackend:
         match = re.fullmatch(r"sm(\d+)", problem.device.arch)
         if match and int(match.group(1)) < LEAST_CAPABILITY:
             reasons.append(f"needs compute capability 8.0 or newer, got {problem.device}")
-        for name in ("D", "Dv"):
-            if getattr(problem, name) > MAX_FEATURES:
-                reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
+        reasons.extend(
+            f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}"
+            for name in ("D", "Dv")
+            if getattr(problem, name) > MAX_FEATURES
+        )
         if problem.device.type == "cpu" and problem.dtype == torch.bfloat16:
-            reasons.append("needs fp16 or fp32 in Triton's interpreter, which multiplies bf16 matrices wrongly, got bf16")
+            reasons.append(
+                "needs fp16 or fp32 in Triton's interpreter, which multiplies bf16 matrices wrongly, got bf16"
+            )
         reach = problem.M + min(problem.block_size, problem.M)
         if max(problem.N, reach) > _MAX_LENGTH:
             reasons.append(f"needs N and M + block_size of at most 2**31 - 2**16, got N={problem.N} and {reach}")

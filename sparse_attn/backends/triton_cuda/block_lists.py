@@ -18,9 +18,9 @@ from .plan import padded
 
 # Key blocks looked at together, at most: bits of 32-bit words, one row of words for each query.
 _MAX_BLOCKS = 1024
-# Numbers kept for each tile: the ends of its four segments; whether its queries are better off one by one; a 0 whose value the
-# compiler does not know, since places that are worked out with it once more need no registers in between; and the mask
-# of the queries that see any key.
+# Numbers kept for each tile: the ends of its four segments; whether its queries are better off one by one; a 0 whose
+# value the compiler does not know, since places that are worked out with it once more need no registers in between; and
+# the mask of the queries that see any key.
 _FIELDS = 7
 FIELDS = tl.constexpr(_FIELDS)
 
@@ -29,7 +29,8 @@ class BlockLists(NamedTuple):
     """Lists of all tiles, made on the device.
 
     Attributes:
-        entries: int64 ``[B * Hk * tiles, capacity]``: ``block << 32 | mask``, bit t of the mask for query t of the tile.
+        entries: int64 ``[B * Hk * tiles, capacity]``: ``block << 32 | mask``,
+            bit t of the mask for query t of the tile.
         fields: int32 ``[B * Hk * tiles, 7]``: where the segments of a list end (below), the route, 0, and a mask of the
             queries that see anything.
         capacity: length of a list, ``min(num_blocks, T * topk)`` or 1.
@@ -37,8 +38,8 @@ class BlockLists(NamedTuple):
         T: queries in a tile.
 
     Segments: blocks that both halves of the tile need; that only its first half needs; only its second half; and blocks
-    in which some key is hidden from some query (behind the diagonal, or past the end of the keys), which need a mask over
-    scores. Lists that do not tell halves apart leave the second and third empty. The route is 1 where the tile's
+    in which some key is hidden from some query (behind the diagonal, or past the end of the keys), which need a mask
+    over scores. Lists that do not tell halves apart leave the second and third empty. The route is 1 where the tile's
     queries share so few blocks that walking their union costs more than walking each query's own.
     """
 

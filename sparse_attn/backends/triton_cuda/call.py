@@ -88,8 +88,10 @@ class Call:
             ),
             self.strides,
             (self.Hk, self.g, self.N, self.M, self.q_offset, lists.capacity),
-            _union_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size)
-            + (tma, self.negative, self.return_lse, routed, tiles.stages),
+            (
+                *_union_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size),
+                tma, self.negative, self.return_lse, routed, tiles.stages,
+            ),
         )  # fmt: skip
 
     def _gather(self, tiles: Gather, lists: BlockLists | None) -> list[Launch]:
@@ -110,8 +112,10 @@ class Call:
             ),
             self.strides,
             (*self.index.stride(), self.Hk, self.g, self.N, self.M, topk, self.q_offset, list_tiles),
-            _gather_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size, min(64, padded(topk)), T)
-            + (tma, self.negative, lse is not None, lists is not None, tiles.pairs, tiles.stages),
+            (
+                *_gather_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size, min(64, padded(topk)), T),
+                tma, self.negative, lse is not None, lists is not None, tiles.pairs, tiles.stages,
+            ),
         )  # fmt: skip
         if splits == 1:
             return [launch]
@@ -128,7 +132,7 @@ class Call:
         return [launch, merge]
 
     def _tma(self, tiles: Union | Gather) -> bool:
-        """Whether TMA copies tiles: asked for, no block ends inside one, nothing to negate, and tensors that it can take."""
+        """Whether TMA copies tiles: asked for, no block ends inside one, nothing to negate, tensors that it takes."""
         even = self.block_size % tiles.BN == 0
         return tiles.tma and even and not self.negative and self.aligned and self.layout.describable
 

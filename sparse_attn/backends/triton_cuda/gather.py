@@ -1,8 +1,8 @@
 """The gather kernel: every query walks its own blocks, alone or cut into parts that are merged afterwards.
 
 Right where neighbouring queries share few blocks, so that a union would be much larger than one selection, and where
-there are few queries at all: decoding, with the blocks of one query spread over several programs to fill the device.
-It needs no lists (with both kernels in a plan, it reads there which queries are its own): a program reads the ids of its
+there are few queries at all: decoding, with the blocks of one query spread over several programs to fill the device. It
+needs no lists (with both kernels in a plan, it reads there which queries are its own): a program reads the ids of its
 query, and counts each once.
 """
 
@@ -15,7 +15,7 @@ from .tiles import finish, load_queries, load_tile, load_whole_tile, natural_lse
 
 @triton.jit
 def _chosen(ids_of_row, start, i_position, num_blocks, block_size, topk, stride_t, IDS: tl.constexpr):
-    """Ids ``start`` to ``start + IDS`` of a row, and which of them count: real blocks with a key that is seen, once each."""
+    """Ids ``start`` to ``start + IDS`` of a row, and which of them count: real blocks with a seen key, once each."""
     slots = start + tl.arange(0, IDS)
     ids = tl.load(ids_of_row + slots.to(tl.int64) * stride_t, slots < topk, other=-1)
     counts = (ids >= 0) & (ids < num_blocks)
@@ -43,9 +43,9 @@ def gather_kernel(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, block_size,
     i_b, i_h, i_n, i_t, Hk, g, N, M, topk, q_offset, tiles,
     D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, R: tl.constexpr,
-    BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr, IDS: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr, IDS: tl.constexpr,
+    T: tl.constexpr, SPLITS: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr,
+    NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program for each (query and part of its blocks; b, hk, R heads).
 

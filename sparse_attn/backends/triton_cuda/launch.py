@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import triton
 
-# Compiled kernels by all that they were compiled for. Triton looks them up by describing every argument anew at each launch,
-# 19 us for 47 arguments on a busy 2-core x86 box; here the caller says what counts. From the release on with which this was tested.
+# Compiled kernels by all that they were compiled for. Triton looks them up by describing every argument anew at each
+# launch, 19 us for 47 arguments on a busy 2-core x86 box; here the caller says what counts. From the release on with
+# which this was tested.
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MAX_COMPILED = 4096
 _CAN_REUSE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -41,8 +42,8 @@ class Launch(NamedTuple):
         """Launch on the current device and stream.
 
         Args:
-            like: equal for calls on the same device whose tensors agree in dtype, all of them aligned to 16 bytes, and whose
-                sizes all fit into 32 bits; None for calls of which that is not known.
+            like: equal for calls on the same device whose tensors agree in dtype, all of them aligned to 16 bytes, and
+                whose sizes all fit into 32 bits; None for calls of which that is not known.
         """
         if like is None or not _CAN_REUSE:
             self.kernel[self.grid](*self.args, num_warps=self.warps)

@@ -1,7 +1,7 @@
 """Which kernel runs a problem, with which tile sizes: by shape and device, from tables, without a look at ``index``.
 
-Nothing here touches a device or Triton, so that the choice for any GPU is tested on any machine. The measurements behind
-the numbers are in docs/performance.md, "The Triton backend".
+Nothing here touches a device or Triton, so that the choice for any GPU is tested on any machine. The measurements
+behind the numbers are in docs/performance.md, "The Triton backend".
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def plan(shape: Shape, gpu: Gpu) -> Plan:
 def break_even(union: Union, g: int) -> float:
     """Queries that share a block, on average, from which on the union is as fast as the gather.
 
-    Both take a time for each block of keys that hardly depends on what is masked. On an H200, at the statement's large-2:
-    7.4 ns for the halved tile of 128 rows, 6.9 ns for one tile of 64 rows (sm_80 code), against 3.0 and 3.5 ns
+    Both take a time for each block of keys that hardly depends on what is masked. On an H200, at the statement's
+    large-2: 7.4 ns for the halved tile of 128 rows, 6.9 ns for one tile of 64 rows (sm_80 code), against 3.0 and 3.5 ns
     for the gather's 16 rows; times of all SMs together, divided by the number of blocks walked.
     """
     ratio = 2.5 if union.halved else 2.0
@@ -158,7 +158,17 @@ def union_tiles(shape: Shape, gpu: Gpu) -> Union:
         parts = 2 if value_width > R else 1
     heads = min(padded(shape.g, least=1), R)
     T = min(R // heads, MAX_QUERIES)
-    tiles = Union(False, heads * T, T, min(BN, block), 16, parts, warps, stages, tma=gpu.is_hopper and shape.dtype != torch.float32)
+    tiles = Union(
+        False,
+        heads * T,
+        T,
+        min(BN, block),
+        16,
+        parts,
+        warps,
+        stages,
+        tma=gpu.is_hopper and shape.dtype != torch.float32,
+    )
     return _fit(tiles, shape, gpu)
 
 
@@ -203,7 +213,7 @@ def _fit(tiles: _Tiles, shape: Shape, gpu: Gpu) -> _Tiles:
 
 
 def shared_bytes(tiles: Union | Gather, shape: Shape) -> int:
-    """Shared memory that a kernel needs, from above: queries (or results on their way out), stages of k and v, and p."""
+    """Shared memory a kernel needs, from above: queries (or results on their way out), stages of k and v, and p."""
     size = torch.finfo(shape.dtype).bits // 8
     width, value_width = padded(shape.D), padded(shape.Dv)
     halved = isinstance(tiles, Union) and tiles.halved

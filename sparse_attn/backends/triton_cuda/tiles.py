@@ -1,7 +1,7 @@
 """What the kernels share: loading a tile of keys or values, one step of the online softmax, the end of a row.
 
-The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1), in base 2: ``c = |sm_scale| * log2(e)``, m_i is the
-largest score before scaling (-inf: nothing seen yet), l_i the sum of ``exp2(c * (score - m_i))``.
+The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1), in base 2: ``c = |sm_scale| * log2(e)``, m_i
+is the largest score before scaling (-inf: nothing seen yet), l_i the sum of ``exp2(c * (score - m_i))``.
 """
 
 import triton
@@ -15,8 +15,8 @@ def load_tile(
 ):  # fmt: skip
     """Rows ``first + rows`` of k or v, zero from row ``stop`` and from feature ``width`` on.
 
-    ROW is the row stride where it is a constant of the model and features are adjacent, else 0: with it every address is
-    one register plus a constant.
+    ROW is the row stride where it is a constant of the model and features are adjacent, else 0: with it every address
+    is one register plus a constant.
     """
     if ROW > 0:
         pointers = base + first.to(tl.int64) * ROW + (rows[:, None] * ROW + features[None, :])

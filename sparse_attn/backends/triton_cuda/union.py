@@ -1,12 +1,12 @@
 """The union kernels: a tile of adjacent queries walks the union of their blocks once.
 
-The g heads of T adjacent queries are the rows of one tile, so that a block of keys is read once for all of them; a row that did
-not select it gets weights of 0. Against reading each query's own blocks, traffic falls by up to T and arithmetic grows by
-how much larger the union is than one query's selection (docs/performance.md has figures).
+The g heads of T adjacent queries are the rows of one tile, so that a block of keys is read once for all of them; a row
+that did not select it gets weights of 0. Against reading each query's own blocks, traffic falls by up to T and
+arithmetic grows by how much larger the union is than one query's selection (docs/performance.md has figures).
 
-Two forms. ``union_kernel`` is one tile. ``halved_union_kernel`` is two tiles of half the queries that share what they load:
-blocks that both need feed both, and those that one half needs are left out by the other, so that it does
-the arithmetic of the smaller tile at the traffic of the larger.
+Two forms. ``union_kernel`` is one tile. ``halved_union_kernel`` is two tiles of half the queries that share what they
+load: blocks that both need feed both, and those that one half needs are left out by the other, so that it does the
+arithmetic of the smaller tile at the traffic of the larger.
 """
 
 import triton
@@ -38,7 +38,7 @@ def _queries_until_last(mask, T: tl.constexpr):
 
 @triton.jit
 def _query_tile(q_tma, b, head, i):
-    """Rows head-major. Where the group has fewer heads than the tile, the next group's: their results are not stored."""
+    """Rows head-major. Where a group has fewer heads than the tile, the next group's: their results are not stored."""
     tile = q_tma.load([b.to(tl.int32), head.to(tl.int32), i, 0])
     return tl.reshape(tile, [tile.shape[1] * tile.shape[2], tile.shape[3]])
 
@@ -49,9 +49,9 @@ def union_kernel(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, block_size,
     Hk, g, N, M, q_offset, capacity,
     D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PART: tl.constexpr, PARTS: tl.constexpr,
-    R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr,
-    STAGES: tl.constexpr,
+    R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr,
+    EVEN: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr,
+    LSE: tl.constexpr, ROUTED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program for each (tile of T queries; b, hk, R // T heads). Rows are head-major: row r is query r % T.
 
@@ -97,9 +97,9 @@ def union_kernel(
     acc0 = tl.zeros([R, DV_PART], tl.float32)
     acc1 = acc0
     inner = tl.load(fields + 2)
-    # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been written, and
-    # its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one, ptxas makes
-    # every wgmma of the kernel wait for the one before.
+    # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been
+    # written, and its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one,
+    # ptxas makes every wgmma of the kernel wait for the one before.
     end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
     few = tl.arange(0, BN_MASKED)
     per_masked = tl.cdiv(block_size, BN_MASKED)
@@ -128,7 +128,8 @@ def union_kernel(
         )  # fmt: skip
         if PARTS == 2:
             v1 = load_whole_tile(
-                v_tma, b, hk, v, first, keys, DV_PART + part, v_n, v_d, stop, DV, V_ROW, not EVEN, 2 * DV_PART > DV, TMA,
+                v_tma, b, hk, v, first, keys, DV_PART + part, v_n, v_d, stop, DV, V_ROW, not EVEN, 2 * DV_PART > DV,
+                TMA,
             )  # fmt: skip
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         if not EVEN:
@@ -182,13 +183,14 @@ def halved_union_kernel(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, block_size,
     Hk, g, N, M, q_offset, capacity,
     D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PART: tl.constexpr, PARTS: tl.constexpr,
-    R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr,
-    STAGES: tl.constexpr,
+    R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr,
+    EVEN: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr,
+    LSE: tl.constexpr, ROUTED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program for each (tile of T queries; b, hk). Two halves of R rows each, of T // 2 queries; the lists tell them apart.
+    """One program for each (tile of T queries; b, hk).
 
-    While one half's softmax runs, the other's product does: Triton issues wgmma asynchronously, in program order.
+    Two halves of R rows each, of T // 2 queries; the lists tell them apart. While one half's softmax runs, the other's
+    product does: Triton issues wgmma asynchronously, in program order.
     """
     tl.static_assert(PARTS == 1)
     HALF: tl.constexpr = T // 2
@@ -231,9 +233,9 @@ def halved_union_kernel(
     both = tl.load(fields) * per_block
     first_only = tl.load(fields + 1) * per_block
     second_only = tl.load(fields + 2)
-    # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been written, and
-    # its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one, ptxas makes
-    # every wgmma of the kernel wait for the one before.
+    # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been
+    # written, and its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one,
+    # ptxas makes every wgmma of the kernel wait for the one before.
     end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
     few = tl.arange(0, BN_MASKED)
     per_masked = tl.cdiv(block_size, BN_MASKED)
