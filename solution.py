@@ -984,7 +984,7 @@ if SECTION == "backends":
 
     from ..contract import BackendSpec, Requirement
 
-    # Triton's interpreter, on when this variable is set as Triton reads it, runs kernels on a CPU: for tests and for debugging.
+    # Triton's interpreter, on if this variable is set as Triton reads it, runs kernels on a CPU: for tests and debugging.
     _INTERPRETED = ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
     BUILTIN: tuple[BackendSpec, ...] = (
@@ -1016,7 +1016,9 @@ if SECTION == "backends":
                 Requirement("triton.backends.ascend", minimum="3.2", distribution="triton-ascend"),
                 Requirement("torch_npu"),
             ),
-            install="pip install triton-ascend in an environment without the package triton, and the torch-npu for its torch",
+            install=(
+                "pip install triton-ascend in an environment without the package triton, and the torch-npu for its torch"
+            ),
         ),
         BackendSpec(
             name="torch_npu",
@@ -1060,11 +1062,11 @@ if SECTION == "backends.reference":
     """The reference: what the operator means, in plain torch, fp32 inside, on any device.
 
     Every other backend is validated against it, so it has to be obviously right first, and then fast and small enough to
-    validate at real sizes. Of the two obvious forms it takes the dense one, in tiles: all scores of a few queries against every
-    key up to the last of them, with the unselected ones masked out. Gathering the selected keys of each query instead copies
-    ``topk * block_size`` rows of k and of v for each (275 GB in fp32 for 2 x 4 heads, 8192 queries and 64 blocks of 64), where
-    the dense form reads k and v once per tile and leaves the work to a matrix product. It does more arithmetic than
-    a sparse selection needs; docs/performance.md has the times of both.
+    validate at real sizes. Of the two obvious forms it takes the dense one, in tiles: all scores of a few queries against
+    every key up to the last of them, with the unselected ones masked out. Gathering the selected keys of each query instead
+    copies ``topk * block_size`` rows of k and of v for each (275 GB in fp32 for 2 x 4 heads, 8192 queries and 64 blocks
+    of 64), where the dense form reads k and v once per tile and leaves the work to a matrix product. It does more
+    arithmetic than a sparse selection needs; docs/performance.md has the times of both.
     """
 
     import threading
@@ -1077,8 +1079,9 @@ if SECTION == "backends.reference":
 
     from ..contract import Problem
 
-    # On x86 CPUs torch's exp and log are MKL's, and if the first call in a process is a parallel one, some of its threads may
-    # get results that are off by 1e-4 (seen with torch 2.13 on a busy machine, in one process of seven). Not the second call's.
+    # On x86 CPUs torch's exp and log are MKL's, and if the first call in a process is a parallel one, some of its threads
+    # may get results that are off by 1e-4 (seen with torch 2.13 on a busy machine, in one process of seven).
+    # Not the second call's.
     torch.ones(1).exp().log()
 
     # fp32 scores held at a time. The softmax needs about three buffers of that size: under 1 GiB in all.
@@ -1129,8 +1132,8 @@ if SECTION == "backends.reference":
         ) -> tuple[Tensor, Tensor, Tensor]:
             """Gradients as in FlashAttention-2 (Dao 2023, section 3.1), with the lse's own gradient added to the scores'.
 
-            Weights and their sums are computed again in fp32: taken from ``out`` and ``lse`` they would inherit the rounding of
-            one and, for scores in the thousands, of the other.
+            Weights and their sums are computed again in fp32: taken from ``out`` and ``lse`` they would inherit the
+            rounding of one and, for scores in the thousands, of the other.
             """
             dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
             dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
@@ -1223,7 +1226,8 @@ if SECTION == "backends.reference":
     def _exponentiate(scores: Tensor) -> tuple[Tensor, Tensor]:
         """Turn scores into ``exp(scores - m_i)`` in place; return the rows' maxima m_i and sums l_i, ``[Hk, g*n, 1]``.
 
-        A row that sees nothing gets weights of 0, m_i = -inf (so that its lse is -inf) and l_i = 1 (so that its output is 0).
+        A row that sees nothing gets weights of 0, m_i = -inf (so that its lse is -inf)
+        and l_i = 1 (so that its output is 0).
         """
         m_i = scores.amax(-1, keepdim=True)
         empty = m_i == -torch.inf
@@ -1232,6 +1236,7 @@ if SECTION == "backends.reference":
 
 
     # --- fp32 that is fp32, whatever the process has asked for -----------------------------------------------------------
+
 
     class _PlainFp32:
         """Switch TF32 and its like off while at least one call is inside. The switches belong to the process."""
@@ -1290,10 +1295,10 @@ if SECTION == "backends.reference":
 if SECTION == "backends.triton_cuda":  # annotations are values
     """The Triton backend for CUDA GPUs from compute capability 8.0 on.
 
-    ``adapter`` says what it can run, and runs it; ``plan`` chooses kernels and tile sizes by shape and device; ``call`` turns
-    a call into launches, which ``launch`` makes cheap. Of the kernels, ``block_lists`` turns index into lists for tiles
-    of queries, ``union`` walks such a list with a tile, ``gather`` walks the blocks of one query, and ``tiles`` is what
-    these two share.
+    ``adapter`` says what it can run, and runs it; ``plan`` chooses kernels and tile sizes by shape and device; ``call``
+    turns a call into launches, which ``launch`` makes cheap. Of the kernels, ``block_lists`` turns index into lists for
+    tiles of queries, ``union`` walks such a list with a tile, ``gather`` walks the blocks of one query, and ``tiles`` is
+    what these two share.
     """
 
     from .adapter import backend
@@ -1335,11 +1340,15 @@ if SECTION == "backends.triton_cuda.adapter":
             match = re.fullmatch(r"sm(\d+)", problem.device.arch)
             if match and int(match.group(1)) < LEAST_CAPABILITY:
                 reasons.append(f"needs compute capability 8.0 or newer, got {problem.device}")
-            for name in ("D", "Dv"):
-                if getattr(problem, name) > MAX_FEATURES:
-                    reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
+            reasons.extend(
+                f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}"
+                for name in ("D", "Dv")
+                if getattr(problem, name) > MAX_FEATURES
+            )
             if problem.device.type == "cpu" and problem.dtype == torch.bfloat16:
-                reasons.append("needs fp16 or fp32 in Triton's interpreter, which multiplies bf16 matrices wrongly, got bf16")
+                reasons.append(
+                    "needs fp16 or fp32 in Triton's interpreter, which multiplies bf16 matrices wrongly, got bf16"
+                )
             reach = problem.M + min(problem.block_size, problem.M)
             if max(problem.N, reach) > _MAX_LENGTH:
                 reasons.append(f"needs N and M + block_size of at most 2**31 - 2**16, got N={problem.N} and {reach}")
@@ -1489,8 +1498,10 @@ if SECTION == "backends.triton_cuda.call":
                 ),
                 self.strides,
                 (self.Hk, self.g, self.N, self.M, self.q_offset, lists.capacity),
-                _union_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size)
-                + (tma, self.negative, self.return_lse, routed, tiles.stages),
+                (
+                    *_union_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size),
+                    tma, self.negative, self.return_lse, routed, tiles.stages,
+                ),
             )  # fmt: skip
 
         def _gather(self, tiles: Gather, lists: BlockLists | None) -> list[Launch]:
@@ -1511,8 +1522,10 @@ if SECTION == "backends.triton_cuda.call":
                 ),
                 self.strides,
                 (*self.index.stride(), self.Hk, self.g, self.N, self.M, topk, self.q_offset, list_tiles),
-                _gather_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size, min(64, padded(topk)), T)
-                + (tma, self.negative, lse is not None, lists is not None, tiles.pairs, tiles.stages),
+                (
+                    *_gather_constants(tiles, self.layout.rows, self.D, self.Dv, self.block_size, min(64, padded(topk)), T),
+                    tma, self.negative, lse is not None, lists is not None, tiles.pairs, tiles.stages,
+                ),
             )  # fmt: skip
             if splits == 1:
                 return [launch]
@@ -1529,7 +1542,7 @@ if SECTION == "backends.triton_cuda.call":
             return [launch, merge]
 
         def _tma(self, tiles: Union | Gather) -> bool:
-            """Whether TMA copies tiles: asked for, no block ends inside one, nothing to negate, and tensors that it can take."""
+            """Whether TMA copies tiles: asked for, no block ends inside one, nothing to negate, tensors that it takes."""
             even = self.block_size % tiles.BN == 0
             return tiles.tma and even and not self.negative and self.aligned and self.layout.describable
 
@@ -1612,9 +1625,9 @@ if SECTION == "backends.triton_cuda.block_lists":
 
     # Key blocks looked at together, at most: bits of 32-bit words, one row of words for each query.
     _MAX_BLOCKS = 1024
-    # Numbers kept for each tile: the ends of its four segments; whether its queries are better off one by one; a 0 whose value the
-    # compiler does not know, since places that are worked out with it once more need no registers in between; and the mask
-    # of the queries that see any key.
+    # Numbers kept for each tile: the ends of its four segments; whether its queries are better off one by one; a 0 whose
+    # value the compiler does not know, since places that are worked out with it once more need no registers in between; and
+    # the mask of the queries that see any key.
     _FIELDS = 7
     FIELDS = tl.constexpr(_FIELDS)
 
@@ -1623,7 +1636,8 @@ if SECTION == "backends.triton_cuda.block_lists":
         """Lists of all tiles, made on the device.
 
         Attributes:
-            entries: int64 ``[B * Hk * tiles, capacity]``: ``block << 32 | mask``, bit t of the mask for query t of the tile.
+            entries: int64 ``[B * Hk * tiles, capacity]``: ``block << 32 | mask``,
+                bit t of the mask for query t of the tile.
             fields: int32 ``[B * Hk * tiles, 7]``: where the segments of a list end (below), the route, 0, and a mask of the
                 queries that see anything.
             capacity: length of a list, ``min(num_blocks, T * topk)`` or 1.
@@ -1631,8 +1645,8 @@ if SECTION == "backends.triton_cuda.block_lists":
             T: queries in a tile.
 
         Segments: blocks that both halves of the tile need; that only its first half needs; only its second half; and blocks
-        in which some key is hidden from some query (behind the diagonal, or past the end of the keys), which need a mask over
-        scores. Lists that do not tell halves apart leave the second and third empty. The route is 1 where the tile's
+        in which some key is hidden from some query (behind the diagonal, or past the end of the keys), which need a mask
+        over scores. Lists that do not tell halves apart leave the second and third empty. The route is 1 where the tile's
         queries share so few blocks that walking their union costs more than walking each query's own.
         """
 
@@ -1828,8 +1842,9 @@ if SECTION == "backends.triton_cuda.launch":
 
     import triton
 
-    # Compiled kernels by all that they were compiled for. Triton looks them up by describing every argument anew at each launch,
-    # 19 us for 47 arguments on a busy 2-core x86 box; here the caller says what counts. From the release on with which this was tested.
+    # Compiled kernels by all that they were compiled for. Triton looks them up by describing every argument anew at each
+    # launch, 19 us for 47 arguments on a busy 2-core x86 box; here the caller says what counts. From the release on with
+    # which this was tested.
     _compiled: dict[tuple[Any, ...], Any] = {}
     _MAX_COMPILED = 4096
     _CAN_REUSE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -1863,8 +1878,8 @@ if SECTION == "backends.triton_cuda.launch":
             """Launch on the current device and stream.
 
             Args:
-                like: equal for calls on the same device whose tensors agree in dtype, all of them aligned to 16 bytes, and whose
-                    sizes all fit into 32 bits; None for calls of which that is not known.
+                like: equal for calls on the same device whose tensors agree in dtype, all of them aligned to 16 bytes, and
+                    whose sizes all fit into 32 bits; None for calls of which that is not known.
             """
             if like is None or not _CAN_REUSE:
                 self.kernel[self.grid](*self.args, num_warps=self.warps)
@@ -1886,8 +1901,8 @@ if SECTION == "backends.triton_cuda.launch":
 if SECTION == "backends.triton_cuda.plan":
     """Which kernel runs a problem, with which tile sizes: by shape and device, from tables, without a look at ``index``.
 
-    Nothing here touches a device or Triton, so that the choice for any GPU is tested on any machine. The measurements behind
-    the numbers are in docs/performance.md, "The Triton backend".
+    Nothing here touches a device or Triton, so that the choice for any GPU is tested on any machine. The measurements
+    behind the numbers are in docs/performance.md, "The Triton backend".
     """
 
     from functools import lru_cache
@@ -2007,8 +2022,8 @@ if SECTION == "backends.triton_cuda.plan":
     def break_even(union: Union, g: int) -> float:
         """Queries that share a block, on average, from which on the union is as fast as the gather.
 
-        Both take a time for each block of keys that hardly depends on what is masked. On an H200, at the statement's large-2:
-        7.4 ns for the halved tile of 128 rows, 6.9 ns for one tile of 64 rows (sm_80 code), against 3.0 and 3.5 ns
+        Both take a time for each block of keys that hardly depends on what is masked. On an H200, at the statement's
+        large-2: 7.4 ns for the halved tile of 128 rows, 6.9 ns for one tile of 64 rows (sm_80 code), against 3.0 and 3.5 ns
         for the gather's 16 rows; times of all SMs together, divided by the number of blocks walked.
         """
         ratio = 2.5 if union.halved else 2.0
@@ -2042,7 +2057,17 @@ if SECTION == "backends.triton_cuda.plan":
             parts = 2 if value_width > R else 1
         heads = min(padded(shape.g, least=1), R)
         T = min(R // heads, MAX_QUERIES)
-        tiles = Union(False, heads * T, T, min(BN, block), 16, parts, warps, stages, tma=gpu.is_hopper and shape.dtype != torch.float32)
+        tiles = Union(
+            False,
+            heads * T,
+            T,
+            min(BN, block),
+            16,
+            parts,
+            warps,
+            stages,
+            tma=gpu.is_hopper and shape.dtype != torch.float32,
+        )
         return _fit(tiles, shape, gpu)
 
 
@@ -2087,7 +2112,7 @@ if SECTION == "backends.triton_cuda.plan":
 
 
     def shared_bytes(tiles: Union | Gather, shape: Shape) -> int:
-        """Shared memory that a kernel needs, from above: queries (or results on their way out), stages of k and v, and p."""
+        """Shared memory a kernel needs, from above: queries (or results on their way out), stages of k and v, and p."""
         size = torch.finfo(shape.dtype).bits // 8
         width, value_width = padded(shape.D), padded(shape.Dv)
         halved = isinstance(tiles, Union) and tiles.halved
@@ -2114,8 +2139,8 @@ if SECTION == "backends.triton_cuda.gather":  # annotations are values
     """The gather kernel: every query walks its own blocks, alone or cut into parts that are merged afterwards.
 
     Right where neighbouring queries share few blocks, so that a union would be much larger than one selection, and where
-    there are few queries at all: decoding, with the blocks of one query spread over several programs to fill the device.
-    It needs no lists (with both kernels in a plan, it reads there which queries are its own): a program reads the ids of its
+    there are few queries at all: decoding, with the blocks of one query spread over several programs to fill the device. It
+    needs no lists (with both kernels in a plan, it reads there which queries are its own): a program reads the ids of its
     query, and counts each once.
     """
 
@@ -2128,7 +2153,7 @@ if SECTION == "backends.triton_cuda.gather":  # annotations are values
 
     @triton.jit
     def _chosen(ids_of_row, start, i_position, num_blocks, block_size, topk, stride_t, IDS: tl.constexpr):
-        """Ids ``start`` to ``start + IDS`` of a row, and which of them count: real blocks with a key that is seen, once each."""
+        """Ids ``start`` to ``start + IDS`` of a row, and which of them count: real blocks with a seen key, once each."""
         slots = start + tl.arange(0, IDS)
         ids = tl.load(ids_of_row + slots.to(tl.int64) * stride_t, slots < topk, other=-1)
         counts = (ids >= 0) & (ids < num_blocks)
@@ -2156,9 +2181,9 @@ if SECTION == "backends.triton_cuda.gather":  # annotations are values
         q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, block_size,
         i_b, i_h, i_n, i_t, Hk, g, N, M, topk, q_offset, tiles,
         D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, R: tl.constexpr,
-        BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr, IDS: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr,
-        K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr,
-        PAIRS: tl.constexpr, STAGES: tl.constexpr,
+        BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr, IDS: tl.constexpr,
+        T: tl.constexpr, SPLITS: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr,
+        NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
         """One program for each (query and part of its blocks; b, hk, R heads).
 
@@ -2317,8 +2342,8 @@ if SECTION == "backends.triton_cuda.gather":  # annotations are values
 if SECTION == "backends.triton_cuda.tiles":  # annotations are values
     """What the kernels share: loading a tile of keys or values, one step of the online softmax, the end of a row.
 
-    The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1), in base 2: ``c = |sm_scale| * log2(e)``, m_i is the
-    largest score before scaling (-inf: nothing seen yet), l_i the sum of ``exp2(c * (score - m_i))``.
+    The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1), in base 2: ``c = |sm_scale| * log2(e)``, m_i
+    is the largest score before scaling (-inf: nothing seen yet), l_i the sum of ``exp2(c * (score - m_i))``.
     """
 
     import triton
@@ -2332,8 +2357,8 @@ if SECTION == "backends.triton_cuda.tiles":  # annotations are values
     ):  # fmt: skip
         """Rows ``first + rows`` of k or v, zero from row ``stop`` and from feature ``width`` on.
 
-        ROW is the row stride where it is a constant of the model and features are adjacent, else 0: with it every address is
-        one register plus a constant.
+        ROW is the row stride where it is a constant of the model and features are adjacent, else 0: with it every address
+        is one register plus a constant.
         """
         if ROW > 0:
             pointers = base + first.to(tl.int64) * ROW + (rows[:, None] * ROW + features[None, :])
@@ -2404,13 +2429,13 @@ if SECTION == "backends.triton_cuda.tiles":  # annotations are values
 if SECTION == "backends.triton_cuda.union":  # annotations are values
     """The union kernels: a tile of adjacent queries walks the union of their blocks once.
 
-    The g heads of T adjacent queries are the rows of one tile, so that a block of keys is read once for all of them; a row that did
-    not select it gets weights of 0. Against reading each query's own blocks, traffic falls by up to T and arithmetic grows by
-    how much larger the union is than one query's selection (docs/performance.md has figures).
+    The g heads of T adjacent queries are the rows of one tile, so that a block of keys is read once for all of them; a row
+    that did not select it gets weights of 0. Against reading each query's own blocks, traffic falls by up to T and
+    arithmetic grows by how much larger the union is than one query's selection (docs/performance.md has figures).
 
-    Two forms. ``union_kernel`` is one tile. ``halved_union_kernel`` is two tiles of half the queries that share what they load:
-    blocks that both need feed both, and those that one half needs are left out by the other, so that it does
-    the arithmetic of the smaller tile at the traffic of the larger.
+    Two forms. ``union_kernel`` is one tile. ``halved_union_kernel`` is two tiles of half the queries that share what they
+    load: blocks that both need feed both, and those that one half needs are left out by the other, so that it does the
+    arithmetic of the smaller tile at the traffic of the larger.
     """
 
     import triton
@@ -2442,7 +2467,7 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
 
     @triton.jit
     def _query_tile(q_tma, b, head, i):
-        """Rows head-major. Where the group has fewer heads than the tile, the next group's: their results are not stored."""
+        """Rows head-major. Where a group has fewer heads than the tile, the next group's: their results are not stored."""
         tile = q_tma.load([b.to(tl.int32), head.to(tl.int32), i, 0])
         return tl.reshape(tile, [tile.shape[1] * tile.shape[2], tile.shape[3]])
 
@@ -2453,9 +2478,9 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
         q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, block_size,
         Hk, g, N, M, q_offset, capacity,
         D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PART: tl.constexpr, PARTS: tl.constexpr,
-        R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr,
-        K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr,
-        STAGES: tl.constexpr,
+        R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr,
+        EVEN: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr,
+        LSE: tl.constexpr, ROUTED: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
         """One program for each (tile of T queries; b, hk, R // T heads). Rows are head-major: row r is query r % T.
 
@@ -2501,9 +2526,9 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
         acc0 = tl.zeros([R, DV_PART], tl.float32)
         acc1 = acc0
         inner = tl.load(fields + 2)
-        # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been written, and
-        # its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one, ptxas makes
-        # every wgmma of the kernel wait for the one before.
+        # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been
+        # written, and its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one,
+        # ptxas makes every wgmma of the kernel wait for the one before.
         end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
         few = tl.arange(0, BN_MASKED)
         per_masked = tl.cdiv(block_size, BN_MASKED)
@@ -2532,7 +2557,8 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
             )  # fmt: skip
             if PARTS == 2:
                 v1 = load_whole_tile(
-                    v_tma, b, hk, v, first, keys, DV_PART + part, v_n, v_d, stop, DV, V_ROW, not EVEN, 2 * DV_PART > DV, TMA,
+                    v_tma, b, hk, v, first, keys, DV_PART + part, v_n, v_d, stop, DV, V_ROW, not EVEN, 2 * DV_PART > DV,
+                    TMA,
                 )  # fmt: skip
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             if not EVEN:
@@ -2586,13 +2612,14 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
         q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, block_size,
         Hk, g, N, M, q_offset, capacity,
         D: tl.constexpr, DV: tl.constexpr, D_PADDED: tl.constexpr, DV_PART: tl.constexpr, PARTS: tl.constexpr,
-        R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr, EVEN: tl.constexpr,
-        K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr, ROUTED: tl.constexpr,
-        STAGES: tl.constexpr,
+        R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BN_MASKED: tl.constexpr, SUBTILES: tl.constexpr,
+        EVEN: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, TMA: tl.constexpr, NEGATIVE: tl.constexpr,
+        LSE: tl.constexpr, ROUTED: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """One program for each (tile of T queries; b, hk). Two halves of R rows each, of T // 2 queries; the lists tell them apart.
+        """One program for each (tile of T queries; b, hk).
 
-        While one half's softmax runs, the other's product does: Triton issues wgmma asynchronously, in program order.
+        Two halves of R rows each, of T // 2 queries; the lists tell them apart. While one half's softmax runs, the other's
+        product does: Triton issues wgmma asynchronously, in program order.
         """
         tl.static_assert(PARTS == 1)
         HALF: tl.constexpr = T // 2
@@ -2635,9 +2662,9 @@ if SECTION == "backends.triton_cuda.union":  # annotations are values
         both = tl.load(fields) * per_block
         first_only = tl.load(fields + 1) * per_block
         second_only = tl.load(fields + 2)
-        # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been written, and
-        # its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one, ptxas makes
-        # every wgmma of the kernel wait for the one before.
+        # Blocks in which single keys are hidden. What lies behind the last key that a query sees may never have been
+        # written, and its values must not be loaded, since 0 times NaN is NaN. No branch around these products: with one,
+        # ptxas makes every wgmma of the kernel wait for the one before.
         end = tl.minimum(tl.minimum(tile * T + T, N) + q_offset, M)
         few = tl.arange(0, BN_MASKED)
         per_masked = tl.cdiv(block_size, BN_MASKED)
@@ -4406,9 +4433,11 @@ if SECTION == "backends.triton_ascend.adapter":
             reasons = []
             if problem.dtype not in (torch.float16, torch.bfloat16):
                 reasons.append(f"needs fp16 or bf16, got {str(problem.dtype).removeprefix('torch.')}")
-            for name in ("D", "Dv"):
-                if getattr(problem, name) > MAX_FEATURES:
-                    reasons.append(f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}")
+            reasons.extend(
+                f"needs {name} <= {MAX_FEATURES}, got {name}={getattr(problem, name)}"
+                for name in ("D", "Dv")
+                if getattr(problem, name) > MAX_FEATURES
+            )
             if min(problem.block_size, problem.M) > MAX_BLOCK:
                 reasons.append(f"needs block_size or M <= {MAX_BLOCK}, got {problem.block_size} and M={problem.M}")
             if problem.topk > MAX_TOPK:
@@ -4453,7 +4482,7 @@ if SECTION == "backends.triton_ascend.adapter":
         q: Tensor, k: Tensor, v: Tensor, index: Tensor, block_size: int, sm_scale: float, q_offset: int, return_lse: bool,
         tiles: Tiles | None = None,
     ) -> tuple[Tensor, Tensor | None, Launch]:  # fmt: skip
-        """Make results, not yet filled, and the launch that fills them. No argument is empty; ``tiles`` replaces the plan's."""
+        """Make results, unfilled, and the launch that fills them. No argument is empty; ``tiles`` replaces the plan's."""
         B, Hq, N, D = q.shape
         _, Hk, M, Dv = v.shape
         g, topk = Hq // Hk, index.shape[3]
@@ -4511,8 +4540,8 @@ if SECTION == "backends.triton_ascend.attention":  # annotations are values
     block ids as scalars and tiles of k and v as contiguous rows, which the cube core then copies into its L1 by itself; no
     branch around a product; a finite number for "nothing"; 64-bit numbers in scalars only.
 
-    The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1): m_i is the largest score so far, l_i the sum of
-    ``exp(score - m_i)``.
+    The softmax is the online one of FlashAttention-2 (Dao 2023, algorithm 1): m_i is the largest score so far, l_i the sum
+    of ``exp(score - m_i)``.
     """
 
     import triton
@@ -4567,7 +4596,7 @@ if SECTION == "backends.triton_ascend.attention":  # annotations are values
 
     @triton.jit
     def _load_whole(base, stride, rows, features, width, PADDED: tl.constexpr):
-        """The same where all rows are there: without a mask over rows, a tile is not filled with zeros before it is loaded."""
+        """The same where all rows are there: without a mask over rows, a tile is not zeroed before it is loaded."""
         pointers = base + rows[:, None] * stride + features[None, :]
         if PADDED:
             return tl.load(pointers, (features < width)[None, :], other=0.0)
@@ -4600,9 +4629,9 @@ if SECTION == "backends.triton_ascend.attention":  # annotations are values
     ):  # fmt: skip
         """Tasks are (tile of T queries; HEADS heads; b, hk), dealt out to the programs one by one. T is 1, 2 or 4.
 
-        Each query of a tile has its own scores and sums, HEADS rows of them, which is what a cube core multiplies at once; a
-        tile of k and v is loaded once for all of them. With T = 2 the lists tell apart what only one query selected,
-        and nothing is computed in vain; with T = 4 all four take every block, and weights are 0 where one did not select it.
+        Each query of a tile has its own scores and sums, HEADS rows of them, which is what a cube core multiplies at once;
+        a tile of k and v is loaded once for all of them. With T = 2 the lists tell apart what only one query selected, and
+        nothing is computed in vain; with T = 4 all four take every block, and weights are 0 where one did not select it.
         """
         heads = tl.arange(0, HEADS)
         features = tl.arange(0, D_PADDED)
@@ -4625,7 +4654,7 @@ if SECTION == "backends.triton_ascend.attention":  # annotations are values
             first_only = tl.load(fields_row + 1)
             second_only = tl.load(fields_row + 2)
             end = tl.load(fields_row + 3)
-            sees = tl.load(fields_row + 4)  # bit t: query t sees a key. One that sees none may hold anything, and is read as 0
+            sees = tl.load(fields_row + 4)  # bit t: query t sees a key. One that sees none may hold anything: read as 0
             q_row = q + b * q_b + head * q_h + i.to(tl.int64) * q_n
             k_rows = k + b * k_b + hk * k_h
             v_rows = v + b * v_b + hk * v_h
@@ -4740,8 +4769,9 @@ if SECTION == "backends.triton_ascend.block_lists":
             fields: int32 ``[B * Hk * tiles, 5]``: ends of the segments (below), mask of the queries that see anything.
 
         Segments: blocks that several queries take, or one query that is alone in its tile; that only the first of two
-        queries takes; that only the second takes; blocks in which some key is hidden from some query (behind the diagonal, past
-        the end of the keys), or all blocks if single keys have to be masked anyway. Tiles of four leave the second and third empty.
+        queries takes; that only the second takes; blocks in which some key is hidden from some query (behind the diagonal,
+        past the end of the keys), or all blocks if single keys have to be masked anyway.
+        Tiles of four leave the second and third empty.
         """
 
         blocks: Tensor
@@ -4777,7 +4807,7 @@ if SECTION == "backends.triton_ascend.block_lists":
         before, behind = (F.pad(x, edge, value=-1) for x, edge in ((named[:, :-1], (1, 0)), (block[:, 1:], (0, 1))))
         starts = real & (block != torch.div(before, T, rounding_mode="floor"))
         ends = real & (block != behind)
-        # Queries of a block: what the sum of bits, once for each pair, grows by from the end of one block to that of the next.
+        # Queries of a block: what the sum of bits, once for each pair, grows by from the end of one block to the next's.
         bits = ((real & (named != before)).int() << query).cumsum(-1, dtype=torch.int32)
         place = starts.cumsum(-1, dtype=torch.int32) - 1
         blocks = _gathered(block, place, ends, capacity)
@@ -4794,7 +4824,7 @@ if SECTION == "backends.triton_ascend.block_lists":
             segment = torch.where(masks == 3, 0, masks)
         masked = torch.ones_like(there) if mask_all else blocks >= edge[:, None]
         segment = torch.where(there, torch.where(masked, 3, segment), 4)
-        # The order of ids is kept within a segment. A number for a segment and a place is exact in fp32, too: topk is limited.
+        # Ids keep their order within a segment. A number for a segment and a place is exact in fp32, too: topk is limited.
         order = (segment * capacity + torch.arange(capacity, dtype=torch.int32, device=device)).float().argsort(-1)
         ends_of = torch.stack([(segment <= s).sum(-1, dtype=torch.int32) for s in range(4)], -1)
         return BlockLists(
@@ -4813,16 +4843,16 @@ if SECTION == "backends.triton_ascend.block_lists":
 # === sparse_attn/backends/triton_ascend/plan.py ======================================================================
 
 if SECTION == "backends.triton_ascend.plan":
-    """Tile sizes of a problem, from its shape alone. What they rest on is in docs/ascend.md: compiled, never timed on a device."""
+    """Tile sizes by a problem's shape alone. What they rest on is in docs/ascend.md: compiled, never timed on a device."""
 
     from typing import NamedTuple
 
-    # Rows of one product: a fractal of the cube has 16, and 32 are what the compilers' plans for the vector cores' buffer hold.
+    # Rows of a product: a fractal of the cube has 16; 32 are what the compilers' plans for the vector cores' buffer hold.
     _LEAST_HEADS, MOST_HEADS = 16, 32
     # Rows of all queries of a tile, by padded width: each has its own scores and sums in that buffer.
     _MOST_ROWS = {128: 64, 256: 32}
-    # Queries of a tile, where they fit. Four share more, but take every block of their union, and the newest compiler overlaps
-    # cube and vector cores over several blocks only for fewer: the first thing to compare on a device.
+    # Queries of a tile, where they fit. Four share more, but take every block of their union, and the newest compiler
+    # overlaps cube and vector cores over several blocks only for fewer: the first thing to compare on a device.
     QUERIES = 2
     # Cube cores of the largest 910B: below that many tiles, cores idle.
     MOST_CORES = 24
