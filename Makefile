@@ -21,7 +21,7 @@ test: $(READY)
 	$(RUN) -m pytest -n auto $(ARGS)
 	$(RUN) -c 'import torch; raise SystemExit(torch.cuda.is_available())' || exit 0; \
 	TRITON_INTERPRET=1 SPARSE_ATTN_TEST_REQUIRE=triton $(RUN) -m pytest -n auto --backend triton \
-	tests/test_backends.py tests/test_triton.py $(ARGS)
+	tests/test_backends.py tests/test_triton.py tests/test_stress.py $(ARGS)
 
 # The Ascend 910B backends, without one: two environments of their own, and LLVM 19's tools. See docs/ascend.md.
 ASCEND := .venv-ascend
