@@ -19,8 +19,16 @@ from bench.dense import dense_attention
 from sparse_attn.backends.tilelang_hopper import adapter, compiled
 from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed, packed_block
 from sparse_attn.backends.tilelang_hopper.block_lists import block_lists_kernel
-from sparse_attn.backends.tilelang_hopper.exact import BLOCKS, exact_kernel
-from sparse_attn.backends.tilelang_hopper.plan import SHARED_BYTES, Tiles, exact_tiles, expected_waste, plan, wastes
+from sparse_attn.backends.tilelang_hopper.exact import exact_kernel
+from sparse_attn.backends.tilelang_hopper.plan import (
+    BLOCKS,
+    SHARED_BYTES,
+    Tiles,
+    exact_tiles,
+    expected_waste,
+    plan,
+    wastes,
+)
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 from sparse_attn.contract import Device, Problem
 

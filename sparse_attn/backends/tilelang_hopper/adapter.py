@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ...contract import Problem
 from . import compiled
-from .plan import exact_tiles, few_or_sparse, plan, wastes
+from .plan import BLOCKS, Tiles, exact_tiles, few_or_sparse, plan, wastes
 
 MAX_FEATURES = 256
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -101,49 +102,91 @@ def _run(
     q_offset: int,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    B, Hq, N, _ = q.shape
+    B, Hq, N, D = q.shape
     _, Hk, M, Dv = v.shape
-    topk, g = index.shape[3], Hq // Hk
-    if block_size >= M:  # one block, of any length
-        block_size = packed_size = -(-M // 128) * 128
-    else:
-        packed_size = packed_block(block_size)
+    device = q.device
     if sm_scale < 0:  # so that the largest score has the largest weight
         q, sm_scale = -q, -sm_scale
     scale = max(sm_scale * _LOG2E, 1e-37)  # above 0: it is a factor of -inf
     q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
+    # Blocks, not keys: decoding, where q_offset grows from call to call, is to find its answer again.
+    call = _call(
+        B, Hq, Hk, N, M, D, Dv, index.shape[3], block_size, q_offset // block_size, _multiprocessors(device)
+    )  # fmt: skip
+    block_size, packed_size = call.block_size, call.packed_size
     q = for_tma(q)
-    k, v = (for_tma(packed(x, block_size, packed_size)) for x in (k, v))
-    device = q.device
-    D, sms = q.shape[3], _multiprocessors(device)
-    exact = exact_tiles(sms, g, D, v.shape[3], packed_size)
-    if exact and not wastes(N, M, topk, block_size, q_offset):
-        exact = None
-    tiles = exact or plan(g, D, v.shape[3], packed_size)
+    k = for_tma(packed(k, block_size, packed_size))
+    v = for_tma(packed(v, block_size, packed_size))
 
-    boxes_per_block = packed_size // tiles.box
-    tiles_of_head = -(-N // tiles.queries)
-    boxes = -(-M // block_size) * boxes_per_block
-    # Two steps more than there are boxes: masked steps are padded, and what follows the last step is read, too.
-    capacity = min(boxes, tiles.queries * topk * boxes_per_block) + 2 * (tiles.BN // tiles.box)
-    lists = B * Hk * tiles_of_head
-    listed, masks = (torch.empty(lists, capacity, dtype=torch.int32, device=device) for _ in range(2))
-    counts = torch.empty(lists, 4, dtype=torch.int32, device=device)
+    listed = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
+    masks = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
+    counts = torch.empty(call.lists, 4, dtype=torch.int32, device=device)
     out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
     lse = torch.empty(B, Hq, N, dtype=torch.float32, device=device) if return_lse else None
 
-    compiled.block_lists(tiles, _INDEX_DTYPES[index.dtype])(
-        index, listed, masks, counts, M, block_size, boxes_per_block, q_offset, tiles_of_head
+    compiled.block_lists(call.tiles, _INDEX_DTYPES[index.dtype])(
+        index, listed, masks, counts, M, block_size, call.boxes_per_block, q_offset, call.tiles_of_head
     )
-    chunks = -(-g // tiles.heads)
-    (compiled.exact if exact else compiled.union)(tiles, _DTYPES[q.dtype])(
+    (compiled.exact if call.exact else compiled.union)(call.tiles, _DTYPES[q.dtype])(
         q, k, v, listed, masks, counts, out, _nothing(device) if lse is None else lse,
-        scale, int(return_lse), M, block_size, boxes_per_block, q_offset, g, chunks, tiles_of_head,
-        together(M, D + v.shape[3]) * chunks, min(sms * (2 if exact else 1), lists * chunks),
+        scale, int(return_lse), M, block_size, call.boxes_per_block, q_offset, Hq // Hk, call.chunks,
+        call.tiles_of_head, call.together, call.grid,
     )  # fmt: skip
     if v.shape[3] != Dv:
         out = out[..., :Dv].contiguous()
     return out, lse
+
+
+class _Call(NamedTuple):
+    """What follows from a problem's shape: arguments of the kernels, and sizes of what they fill."""
+
+    block_size: int
+    packed_size: int
+    tiles: Tiles
+    exact: bool
+    boxes_per_block: int
+    tiles_of_head: int
+    chunks: int
+    lists: int
+    capacity: int
+    together: int
+    grid: int
+
+
+@lru_cache(maxsize=4096)
+def _call(
+    B: int, Hq: int, Hk: int, N: int, M: int, D: int, Dv: int, topk: int, block_size: int, first_block: int, sms: int
+) -> _Call:
+    """Work it out, once: ``first_block`` is the block in which the first query stands."""
+    g = Hq // Hk
+    D, Dv = (-(-x // _ALIGNED_FEATURES) * _ALIGNED_FEATURES for x in (D, Dv))
+    if block_size >= M:  # one block, of any length
+        block_size = packed_size = -(-M // 128) * 128
+    else:
+        packed_size = packed_block(block_size)
+    exact = exact_tiles(sms, g, D, Dv, packed_size)
+    if exact and not wastes(N, M, topk, block_size, first_block):
+        exact = None
+    tiles = exact or plan(g, D, Dv, packed_size)
+    boxes_per_block = packed_size // tiles.box
+    boxes = -(-M // block_size) * boxes_per_block
+    tiles_of_head = -(-N // tiles.queries)
+    chunks = -(-g // tiles.heads)
+    lists = B * Hk * tiles_of_head
+    return _Call(
+        block_size=block_size,
+        packed_size=packed_size,
+        tiles=tiles,
+        exact=exact is not None,
+        boxes_per_block=boxes_per_block,
+        tiles_of_head=tiles_of_head,
+        chunks=chunks,
+        lists=lists,
+        # Two steps more than there are boxes: masked steps are padded, and what follows the last step is read, too.
+        capacity=min(boxes, tiles.queries * topk * boxes_per_block) + 2 * (tiles.BN // tiles.box),
+        together=together(M, D + Dv) * chunks,
+        grid=min(sms * (BLOCKS if exact else 1), lists * chunks),
+    )
 
 
 def together(M: int, features: int) -> int:
@@ -180,9 +223,11 @@ def for_tma(x: Tensor) -> Tensor:
         return F.pad(x, (0, features - x.shape[3])).contiguous()
     *strides, last = x.stride()
     if last == 1 and x.data_ptr() % 16 == 0:
-        refused = [s <= 0 or s >= 2**39 or s % _ALIGNED_FEATURES != 0 for s in strides]
-        if not any(refused):
+        a, b, c = strides
+        # Multiples of 16 bytes, by their lowest bits all at once.
+        if (a | b | c) % _ALIGNED_FEATURES == 0 and min(strides) > 0 and max(strides) < 2**39:
             return x
+        refused = [s <= 0 or s >= 2**39 or s % _ALIGNED_FEATURES != 0 for s in strides]
         if not any(no and length > 1 for no, length in zip(refused, x.shape, strict=False)):
             # The stride of a dimension of length 1 may be anything, and is not used: it has to be one that TMA takes.
             strides = [features if no else s for no, s in zip(refused, strides, strict=True)]

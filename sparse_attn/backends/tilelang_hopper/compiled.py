@@ -23,6 +23,7 @@ PASS_CONFIGS: dict[Any, bool] = {
     _Key.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # done by hand: warps and warpgroups wait for themselves alone
 }
 _kernels: dict[tuple[Any, Tiles, str], Any] = {}
+_loaded: list[Any] = []  # their libraries
 # Two threads that need a kernel at once compile it once; TileLang's compiler is not known to be safe for threads.
 _lock = threading.Lock()
 
@@ -43,9 +44,21 @@ def _compile(kernel: Any, tiles: Tiles, dtype: str) -> Any:
     if compiled is None:
         with _lock:
             if key not in _kernels:
-                _kernels[key] = tilelang.compile(kernel(tiles, dtype), pass_configs=PASS_CONFIGS)
+                _loaded.append(tilelang.compile(kernel(tiles, dtype), pass_configs=PASS_CONFIGS))
+                _kernels[key] = _function(_loaded[-1])
             compiled = _kernels[key]
     return compiled
+
+
+def _function(kernel: Any) -> Any:
+    """The compiled function itself, which checks its arguments: TileLang's way to it walks through them once more.
+
+    Where a release keeps it elsewhere, the kernel as it is.
+    """
+    try:
+        return kernel.adapter._get_executable()["main"]
+    except (AttributeError, KeyError, TypeError):
+        return kernel
 
 
 def union(tiles: Tiles, dtype: str) -> Any:

@@ -14,12 +14,10 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from .parts import COLUMNS, FIRST_BARRIER, entry, parts, rings
-from .plan import Tiles
+from .plan import BLOCKS, Tiles
 
 # Heads: the columns of a product.
 HEADS = 16
-# Blocks that share a multiprocessor.
-BLOCKS = 2
 _INF = float("inf")
 _COLUMNS_OF_A_THREAD = 4
 

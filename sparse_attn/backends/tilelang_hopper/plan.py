@@ -33,6 +33,9 @@ _SLOW_RATE = 2048
 # exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
 _WASTE = 1.5
 
+# Blocks of the exact kernel that share a multiprocessor.
+BLOCKS = 2
+
 
 class Tiles(NamedTuple):
     """What a kernel is compiled for, beside the dtype.
@@ -87,18 +90,15 @@ def exact_tiles(sms: int, g: int, D: int, Dv: int, block_size: int) -> Tiles | N
     return Tiles(16, 4, 64, 64, D, Dv, 1, 2, 2)
 
 
-def wastes(N: int, M: int, topk: int, block_size: int, q_offset: int) -> bool:
-    """Whether the union kernel would multiply much that nobody selected."""
-    # Blocks, not keys: decoding, where q_offset grows from call to call, is to find its answer again.
-    return expected_waste(N, M, topk, block_size, q_offset // block_size) > _WASTE
+def wastes(N: int, M: int, topk: int, block_size: int, first_block: int) -> bool:
+    """Whether the union kernel would multiply much that nobody selected; the first query is in ``first_block``."""
+    return expected_waste(N, M, topk, block_size, first_block) > _WASTE
 
 
-@lru_cache(maxsize=4096)
 def expected_waste(N: int, M: int, topk: int, block_size: int, first_block: int) -> float:
     """Pairs of 4 queries and a block that any of them takes, times 4, for each pair of a query and a block.
 
-    If each chooses as many blocks as it may, at random, among those in its reach. The first query stands in
-    ``first_block``.
+    If each chooses as many blocks as it may, at random, among those in its reach.
     """
     pairs = union = 0.0
     step = max(1, N // 64)
