@@ -24,6 +24,7 @@ It needs torch 2.5 and Python 3.10, or newer, and uses what else it finds:
 from __future__ import annotations
 
 import importlib
+import linecache
 import os
 import re
 import sys
@@ -128,7 +129,7 @@ class _Choice(NamedTuple):
     warning: str | None
 
 
-# Why a backend that should have been able to run a problem did not.
+# Why a backend that should have been able to run a problem did not, by the problem's kind.
 _failures: dict[tuple[str, Any], str] = {}
 _warned: set[Any] = set()
 
@@ -155,8 +156,8 @@ def _choose(problem: Any, override: Any) -> _Choice:
             skipped[name] = (messages.not_automatic(name),)
             continue
         reasons = registry.reasons_against(name, problem)
-        if not reasons and (name, problem) in _failures:
-            reasons = (_failures[name, problem],)
+        if not reasons and (name, _kind(problem)) in _failures:
+            reasons = (_failures[name, _kind(problem)],)
         if not reasons:
             reasons = registry.reluctance(name, problem)
             if not reasons:
@@ -164,6 +165,11 @@ def _choose(problem: Any, override: Any) -> _Choice:
             reluctant = reluctant or name
         skipped[name] = reasons
     raise errors.BackendUnavailableError(messages.none_available(problem.device, skipped))
+
+
+def _kind(problem: Any) -> Any:
+    """What kernels are compiled for: a compiler that refuses one is not asked again at every length."""
+    return problem._replace(B=0, N=0, M=0, topk=0)
 
 
 def _chosen(name: str, problem: Any, skipped: dict[str, tuple[str, ...]]) -> _Choice:
@@ -193,9 +199,10 @@ def _run(
             last = choice.name == registry.FALLBACK
             if override is not None or last or isinstance(error, torch.OutOfMemoryError):
                 raise
-            _failures[choice.name, problem] = f"failed: {type(error).__name__}: {error}"
+            failed = f"failed: {type(error).__name__}: {error}"
+            _failures[choice.name, _kind(problem)] = failed
             _choose.cache_clear()
-            said = f"sparse_attention leaves out the backend {choice.name}, which {_failures[choice.name, problem]}"
+            said = f"sparse_attention leaves out the backend {choice.name}, which {failed}"
             warnings.warn(said, errors.FallbackWarning, stacklevel=3)
             continue
         if choice.warning is not None:
@@ -222,6 +229,8 @@ class _Sections:
         self.package, self.file = package, file
         with open(file, encoding="utf-8") as source:
             self.lines = source.readlines()
+        # For those who look for the kernels' source later: the file may be gone by then, or be another.
+        linecache.cache[file] = sum(map(len, self.lines)), None, self.lines, file
         # Of each section, by its name: the number of its first line, from 0, and whether annotations are evaluated.
         self.first: dict[str, tuple[int, bool]] = {}
         for number, line in enumerate(self.lines):
@@ -255,7 +264,13 @@ class _Sections:
 _package = "solution_sections"
 while _package in sys.modules:  # of another copy of this file
     _package += "_"
-sys.meta_path.append(_Sections(_package, os.path.abspath(__file__)))
+_file = os.path.abspath(sparse_attention.__code__.co_filename)
+if not os.path.isfile(_file):
+    raise ImportError(
+        f"needs its own source, in a file: its kernels are compiled from it; got {_file!r}. Import it, or run "
+        "exec(compile(source, path, 'exec'), names) with the path of the file"
+    )
+sys.meta_path.append(_Sections(_package, _file))
 
 
 def _section(name: str) -> Any:
@@ -1373,7 +1388,7 @@ if SECTION == "backends.triton_cuda.adapter":
             topk = index.shape[3]
             if 0 in (B, N, M, topk, Dv):
                 out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
-                lse = torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+                lse = torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
                 return out, lse
             block_size = min(block_size, M)
             q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
@@ -2775,8 +2790,9 @@ if SECTION == "backends.tilelang_hopper.adapter":
     _INDEX_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
     # Positions, and the number of a tile, are 32-bit numbers.
     _MAX_LENGTH = 2**31 - 2**16
-    # A tile's ids, of up to 32 queries, are counted in 32 bits.
-    _MAX_TOPK = 2**26
+    # A tile has up to so many queries. Of the steps of 64 keys or more that it walks, pairs are multiplied in 32 bits.
+    _MAX_QUERIES = 32
+    _MAX_WALKED = 2**22
     # Grids have at most so many blocks along y and z.
     _MAX_GRID = 65535
     _LOG2E = 1.4426950408889634
@@ -2801,11 +2817,20 @@ if SECTION == "backends.tilelang_hopper.adapter":
                 for name, value in (("D", problem.D), ("Dv", problem.Dv))
                 if value > MAX_FEATURES
             ]
-            reach = problem.N + problem.M + min(problem.block_size, problem.M)
+            size = min(problem.block_size, problem.M)
+            # Keys as they are read: blocks of 1 key become blocks of 8.
+            keys = problem.M if size == problem.M else problem.num_blocks * packed_block(size)
+            reach = problem.N + keys + size
             if reach > _MAX_LENGTH:
-                reasons.append(f"needs N + M + block_size of at most 2**31 - 2**16, got {reach}")
-            if problem.topk >= _MAX_TOPK:
-                reasons.append(f"needs topk < 2**26, got topk={problem.topk}")
+                reasons.append(
+                    f"needs N + M + block_size of at most 2**31 - 2**16, with blocks of a size that it reads, got {reach}"
+                )
+            walked = min(keys, _MAX_QUERIES * problem.topk * size)
+            if walked > _MAX_WALKED:
+                reasons.append(
+                    f"needs at most 2**22 keys in the blocks that {_MAX_QUERIES} queries may choose, got {walked}: "
+                    f"M={problem.M}, topk={problem.topk}"
+                )
             if max(problem.B, problem.Hk) > _MAX_GRID:
                 reasons.append(f"needs B and Hk <= {_MAX_GRID}, got B={problem.B}, Hk={problem.Hk}")
             rows = problem.B * problem.Hq * problem.N
@@ -2840,7 +2865,7 @@ if SECTION == "backends.tilelang_hopper.adapter":
             M, Dv = v.shape[2:]
             if 0 in (B, N, M, index.shape[3], Dv):
                 out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
-                return out, torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+                return out, torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
             here = q.device.index == torch.cuda.current_device()
             with contextlib.nullcontext() if here else torch.cuda.device(q.device):
                 return _run(q, k, v, index, block_size, sm_scale, q_offset, return_lse)
@@ -2863,7 +2888,6 @@ if SECTION == "backends.tilelang_hopper.adapter":
             q, sm_scale = -q, -sm_scale
         scale = max(sm_scale * _LOG2E, 1e-37)  # above 0: it is a factor of -inf
         q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
-        # Blocks, not keys: decoding, where q_offset grows from call to call, is to find its answer again.
         call = _call(
             B, Hq, Hk, N, M, D, Dv, index.shape[3], block_size, q_offset // block_size, _multiprocessors(device)
         )  # fmt: skip
@@ -2876,19 +2900,20 @@ if SECTION == "backends.tilelang_hopper.adapter":
         masks = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
         counts = torch.empty(call.lists, 4, dtype=torch.int32, device=device)
         out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
-        lse = torch.empty(B, Hq, N, dtype=torch.float32, device=device) if return_lse else None
+        # Something takes its place where it is not asked for. It is not kept: a CUDA graph's memory may be where it lies.
+        lse = torch.empty(*((B, Hq, N) if return_lse else (1, 1, 1)), dtype=torch.float32, device=device)
 
         compiled.block_lists(call.tiles, _INDEX_DTYPES[index.dtype])(
             index, listed, masks, counts, M, block_size, call.boxes_per_block, q_offset, call.tiles_of_head
         )
         (compiled.exact if call.exact else compiled.union)(call.tiles, _DTYPES[q.dtype])(
-            q, k, v, listed, masks, counts, out, _nothing(device) if lse is None else lse,
+            q, k, v, listed, masks, counts, out, lse,
             scale, int(return_lse), M, block_size, call.boxes_per_block, q_offset, Hq // Hk, call.chunks,
             call.tiles_of_head, call.together, call.grid,
         )  # fmt: skip
         if v.shape[3] != Dv:
             out = out[..., :Dv].contiguous()
-        return out, lse
+        return out, lse if return_lse else None
 
 
     class _Call(NamedTuple):
@@ -2938,7 +2963,7 @@ if SECTION == "backends.tilelang_hopper.adapter":
             lists=lists,
             # Two steps more than there are boxes: masked steps are padded, and what follows the last step is read, too.
             capacity=min(boxes, tiles.queries * topk * boxes_per_block) + 2 * (tiles.BN // tiles.box),
-            together=together(M, D + Dv) * chunks,
+            together=min(together(M, D + Dv), B * Hk) * chunks,
             grid=min(sms * (BLOCKS if exact else 1), lists * chunks),
         )
 
@@ -2987,12 +3012,6 @@ if SECTION == "backends.tilelang_hopper.adapter":
                 strides = [features if no else s for no, s in zip(refused, strides, strict=True)]
                 return x.as_strided(x.shape, (*strides, 1))
         return x.clone(memory_format=torch.contiguous_format)
-
-
-    @cache
-    def _nothing(device: torch.device) -> Tensor:
-        """In the place of a result that is not asked for."""
-        return torch.empty(1, 1, 1, dtype=torch.float32, device=device)
 
 
     @cache
@@ -3390,18 +3409,20 @@ if SECTION == "backends.tilelang_hopper.plan":
 
     def wastes(N: int, M: int, topk: int, block_size: int, first_block: int) -> bool:
         """Whether the union kernel would multiply much that nobody selected; the first query is in ``first_block``."""
-        return expected_waste(N, M, topk, block_size, first_block) > _WASTE
+        return expected_waste(N, -(-M // block_size), topk, block_size, first_block) > _WASTE
 
 
-    def expected_waste(N: int, M: int, topk: int, block_size: int, first_block: int) -> float:
+    @lru_cache(maxsize=4096)
+    def expected_waste(N: int, num_blocks: int, topk: int, block_size: int, first_block: int) -> float:
         """Pairs of 4 queries and a block that any of them takes, times 4, for each pair of a query and a block.
 
-        If each chooses as many blocks as it may, at random, among those in its reach.
+        If each chooses as many blocks as it may, at random, among those in its reach. By blocks, not keys: while M and
+        q_offset grow by 1, as in decoding, the answer is kept.
         """
         pairs = union = 0.0
         step = max(1, N // 64)
         for query in range(step // 2, N, step):
-            reach = min(-(-M // block_size), query // block_size + first_block + 1)
+            reach = min(num_blocks, query // block_size + first_block + 1)
             if reach > 0:
                 share = min(1.0, topk / reach)
                 pairs += 4 * reach * share
@@ -3937,11 +3958,12 @@ __device__ __forceinline__ void sparse_attn_store(
             hidden = T.alloc_var(i32)
             for x in boxes:
                 whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
-                for z in T.unroll(BX * DVP // _VECTOR // 128):
+                for z in T.unroll(-(-BX * DVP // _VECTOR // 128)):
                     r = (z * 128 + thread) // (DVP // _VECTOR)
-                    if r >= hidden:
+                    d = (z * 128 + thread) % (DVP // _VECTOR) * _VECTOR
+                    if r >= hidden and r < BX:
                         for y in T.vectorized(_VECTOR):
-                            mem.v[step & (VST - 1), x * BX + r, thread % (DVP // _VECTOR) * _VECTOR + y] = 0
+                            mem.v[step & (VST - 1), x * BX + r, d + y] = 0
 
         @T.macro
         def hide(s, limit, box_of, mask, first, n):
@@ -4524,7 +4546,7 @@ if SECTION == "backends.triton_ascend.adapter":
             M, Dv = v.shape[2:]
             if 0 in (B, N, M, index.shape[3], Dv):
                 out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
-                return out, torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+                return out, torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
             out, lse, launch = prepare(q, k, v, index, block_size, sm_scale, q_offset, return_lse)
             if q.device.type == "npu":
                 with torch.npu.device(q.device):  # type: ignore[attr-defined]  # Triton launches on the current device
@@ -5028,7 +5050,7 @@ if SECTION == "backends.torch_npu.adapter":
             Hk, M = k.shape[1:3]
             if 0 in (B, N, M, index.shape[3]):
                 out = torch.zeros(B, Hq, N, D, dtype=q.dtype, device=q.device)
-                lse = torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+                lse = torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
                 return out, lse
             size = mapping.page_size(M, block_size)
             k_pages, v_pages = mapping.pages(k, size), mapping.pages(v, size)

@@ -163,8 +163,8 @@ def _positive(text: str) -> int:
 
 
 def _not_negative(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
     return value
 
 

@@ -14,6 +14,7 @@ It needs torch 2.5 and Python 3.10, or newer, and uses what else it finds:
 from __future__ import annotations
 
 import importlib
+import linecache
 import os
 import re
 import sys
@@ -118,7 +119,7 @@ class _Choice(NamedTuple):
     warning: str | None
 
 
-# Why a backend that should have been able to run a problem did not.
+# Why a backend that should have been able to run a problem did not, by the problem's kind.
 _failures: dict[tuple[str, Any], str] = {}
 _warned: set[Any] = set()
 
@@ -145,8 +146,8 @@ def _choose(problem: Any, override: Any) -> _Choice:
             skipped[name] = (messages.not_automatic(name),)
             continue
         reasons = registry.reasons_against(name, problem)
-        if not reasons and (name, problem) in _failures:
-            reasons = (_failures[name, problem],)
+        if not reasons and (name, _kind(problem)) in _failures:
+            reasons = (_failures[name, _kind(problem)],)
         if not reasons:
             reasons = registry.reluctance(name, problem)
             if not reasons:
@@ -154,6 +155,11 @@ def _choose(problem: Any, override: Any) -> _Choice:
             reluctant = reluctant or name
         skipped[name] = reasons
     raise errors.BackendUnavailableError(messages.none_available(problem.device, skipped))
+
+
+def _kind(problem: Any) -> Any:
+    """What kernels are compiled for: a compiler that refuses one is not asked again at every length."""
+    return problem._replace(B=0, N=0, M=0, topk=0)
 
 
 def _chosen(name: str, problem: Any, skipped: dict[str, tuple[str, ...]]) -> _Choice:
@@ -183,9 +189,10 @@ def _run(
             last = choice.name == registry.FALLBACK
             if override is not None or last or isinstance(error, torch.OutOfMemoryError):
                 raise
-            _failures[choice.name, problem] = f"failed: {type(error).__name__}: {error}"
+            failed = f"failed: {type(error).__name__}: {error}"
+            _failures[choice.name, _kind(problem)] = failed
             _choose.cache_clear()
-            said = f"sparse_attention leaves out the backend {choice.name}, which {_failures[choice.name, problem]}"
+            said = f"sparse_attention leaves out the backend {choice.name}, which {failed}"
             warnings.warn(said, errors.FallbackWarning, stacklevel=3)
             continue
         if choice.warning is not None:
@@ -212,6 +219,8 @@ class _Sections:
         self.package, self.file = package, file
         with open(file, encoding="utf-8") as source:
             self.lines = source.readlines()
+        # For those who look for the kernels' source later: the file may be gone by then, or be another.
+        linecache.cache[file] = sum(map(len, self.lines)), None, self.lines, file
         # Of each section, by its name: the number of its first line, from 0, and whether annotations are evaluated.
         self.first: dict[str, tuple[int, bool]] = {}
         for number, line in enumerate(self.lines):
@@ -245,7 +254,13 @@ class _Sections:
 _package = "solution_sections"
 while _package in sys.modules:  # of another copy of this file
     _package += "_"
-sys.meta_path.append(_Sections(_package, os.path.abspath(__file__)))
+_file = os.path.abspath(sparse_attention.__code__.co_filename)
+if not os.path.isfile(_file):
+    raise ImportError(
+        f"needs its own source, in a file: its kernels are compiled from it; got {_file!r}. Import it, or run "
+        "exec(compile(source, path, 'exec'), names) with the path of the file"
+    )
+sys.meta_path.append(_Sections(_package, _file))
 
 
 def _section(name: str) -> Any:

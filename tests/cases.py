@@ -342,9 +342,10 @@ def _int32_offsets(dtype: torch.dtype, axis: int) -> Inputs:
 
 
 @case("unseen_keys_hold_nan")
-def _unseen_keys_hold_nan(dtype: torch.dtype) -> Inputs:
+@case("unseen_keys_hold_nan_d192", D=192)
+def _unseen_keys_hold_nan(dtype: torch.dtype, D: int = 64) -> Inputs:
     """A cache whose tail was never written, and blocks that nobody selected: NaN there must not reach any output."""
-    x = make(dtype, B=2, Hq=8, N=5, M=500, block_size=64, topk=2, q_offset=300)
+    x = make(dtype, B=2, Hq=8, N=5, M=500, D=D, block_size=64, topk=2, q_offset=300)
     index = torch.tensor([0, 4], dtype=torch.int32).expand(2, 2, 5, 2).contiguous()
     k, v = x.k.clone(), x.v.clone()
     for tensor in (k, v):
@@ -354,9 +355,12 @@ def _unseen_keys_hold_nan(dtype: torch.dtype) -> Inputs:
 
 
 @case("keys_behind_rows_that_see_nothing")
-def _keys_behind_rows_that_see_nothing(dtype: torch.dtype) -> Inputs:
+@case("keys_behind_rows_that_see_nothing_block8", block_size=8)
+@case("keys_behind_rows_that_see_nothing_block24", block_size=24)
+@case("keys_behind_rows_that_see_nothing_block16_dv192", block_size=16, Dv=192)
+def _keys_behind_rows_that_see_nothing(dtype: torch.dtype, block_size: int = 32, Dv: int = 64) -> Inputs:
     """Padded queries behind the real ones, in front of a cache whose tail was never written: NaN there goes nowhere."""
-    x = make(dtype, Hq=8, Hk=1, N=8, M=32, topk=1)
+    x = make(dtype, Hq=8, Hk=1, N=8, M=32, Dv=Dv, topk=1, block_size=block_size)
     index = torch.tensor([0, 0, 0, 0, -1, -1, -1, -1], dtype=torch.int32)[None, None, :, None].clone()
     k, v = x.k.clone(), x.v.clone()
     for tensor in (k, v):

@@ -25,7 +25,7 @@ EXAMPLES = int(os.environ.get("SPARSE_ATTN_TEST_RANDOM", 5 if INTERPRETED else 4
 # Group, D, Dv and block size: of these kernels are compiled anew, so few are drawn, of all kinds.
 KERNELS = (
     (16, 64, 64, 32), (16, 128, 128, 64), (4, 64, 64, 32), (1, 128, 128, 64), (16, 128, 128, 16), (12, 64, 64, 64),
-    (8, 256, 256, 64), (5, 40, 24, 48),
+    (8, 256, 256, 64), (5, 40, 24, 48), (4, 64, 64, 24), (4, 64, 64, 8), (8, 192, 192, 64),
 )  # fmt: skip
 WILD = (-(2**31), -1, 2**31 - 1, 2143289344)
 

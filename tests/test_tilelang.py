@@ -147,7 +147,7 @@ def test_expected_waste() -> None:
     one = cases.override(point, "one", B=1, Hq=16, Hk=1, N=2048, M=2048, topk=8)
     selected = model.selection(cases.make_index(one, "random", torch.device("cpu"), 0)[0, 0], 32)
     measured = 4 * model.walked(selected, 4) / model.walked(selected, 1)
-    assert expected_waste(2048, 2048, 8, 64, 0) == pytest.approx(measured, rel=0.02)
+    assert expected_waste(2048, 32, 8, 64, 0) == pytest.approx(measured, rel=0.02)
 
 
 def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,11 @@ def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "needs D <= 256, got D=320"
     (reason,) = unsupported(problem._replace(B=70000))
     assert reason == "needs B and Hk <= 65535, got B=70000, Hk=4"
-    assert len(unsupported(problem._replace(topk=2**26, M=2**31 - 2**16))) == 2
+    assert list(unsupported(problem._replace(M=2**30))) == []
+    (reason,) = unsupported(problem._replace(topk=2**15, M=2**30))
+    assert reason.startswith("needs at most 2**22 keys in the blocks that 32 queries may choose, got 67108864: M=")
+    (reason,) = unsupported(problem._replace(M=2**28, block_size=1))
+    assert reason.startswith("needs N + M + block_size of at most 2**31 - 2**16")
     monkeypatch.setattr(compiled, "missing_compiler", lambda: "needs nvcc")
     assert list(unsupported(problem)) == ["needs nvcc"]
 

@@ -21,8 +21,9 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _INDEX_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 # Positions, and the number of a tile, are 32-bit numbers.
 _MAX_LENGTH = 2**31 - 2**16
-# A tile's ids, of up to 32 queries, are counted in 32 bits.
-_MAX_TOPK = 2**26
+# A tile has up to so many queries. Of the steps of 64 keys or more that it walks, pairs are multiplied in 32 bits.
+_MAX_QUERIES = 32
+_MAX_WALKED = 2**22
 # Grids have at most so many blocks along y and z.
 _MAX_GRID = 65535
 _LOG2E = 1.4426950408889634
@@ -47,11 +48,20 @@ class TileLangBackend:
             for name, value in (("D", problem.D), ("Dv", problem.Dv))
             if value > MAX_FEATURES
         ]
-        reach = problem.N + problem.M + min(problem.block_size, problem.M)
+        size = min(problem.block_size, problem.M)
+        # Keys as they are read: blocks of 1 key become blocks of 8.
+        keys = problem.M if size == problem.M else problem.num_blocks * packed_block(size)
+        reach = problem.N + keys + size
         if reach > _MAX_LENGTH:
-            reasons.append(f"needs N + M + block_size of at most 2**31 - 2**16, got {reach}")
-        if problem.topk >= _MAX_TOPK:
-            reasons.append(f"needs topk < 2**26, got topk={problem.topk}")
+            reasons.append(
+                f"needs N + M + block_size of at most 2**31 - 2**16, with blocks of a size that it reads, got {reach}"
+            )
+        walked = min(keys, _MAX_QUERIES * problem.topk * size)
+        if walked > _MAX_WALKED:
+            reasons.append(
+                f"needs at most 2**22 keys in the blocks that {_MAX_QUERIES} queries may choose, got {walked}: "
+                f"M={problem.M}, topk={problem.topk}"
+            )
         if max(problem.B, problem.Hk) > _MAX_GRID:
             reasons.append(f"needs B and Hk <= {_MAX_GRID}, got B={problem.B}, Hk={problem.Hk}")
         rows = problem.B * problem.Hq * problem.N
@@ -86,7 +96,7 @@ class TileLangBackend:
         M, Dv = v.shape[2:]
         if 0 in (B, N, M, index.shape[3], Dv):
             out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
-            return out, torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+            return out, torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
         here = q.device.index == torch.cuda.current_device()
         with contextlib.nullcontext() if here else torch.cuda.device(q.device):
             return _run(q, k, v, index, block_size, sm_scale, q_offset, return_lse)
@@ -109,7 +119,6 @@ def _run(
         q, sm_scale = -q, -sm_scale
     scale = max(sm_scale * _LOG2E, 1e-37)  # above 0: it is a factor of -inf
     q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
-    # Blocks, not keys: decoding, where q_offset grows from call to call, is to find its answer again.
     call = _call(
         B, Hq, Hk, N, M, D, Dv, index.shape[3], block_size, q_offset // block_size, _multiprocessors(device)
     )  # fmt: skip
@@ -122,19 +131,20 @@ def _run(
     masks = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
     counts = torch.empty(call.lists, 4, dtype=torch.int32, device=device)
     out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
-    lse = torch.empty(B, Hq, N, dtype=torch.float32, device=device) if return_lse else None
+    # Something takes its place where it is not asked for. It is not kept: a CUDA graph's memory may be where it lies.
+    lse = torch.empty(*((B, Hq, N) if return_lse else (1, 1, 1)), dtype=torch.float32, device=device)
 
     compiled.block_lists(call.tiles, _INDEX_DTYPES[index.dtype])(
         index, listed, masks, counts, M, block_size, call.boxes_per_block, q_offset, call.tiles_of_head
     )
     (compiled.exact if call.exact else compiled.union)(call.tiles, _DTYPES[q.dtype])(
-        q, k, v, listed, masks, counts, out, _nothing(device) if lse is None else lse,
+        q, k, v, listed, masks, counts, out, lse,
         scale, int(return_lse), M, block_size, call.boxes_per_block, q_offset, Hq // Hk, call.chunks,
         call.tiles_of_head, call.together, call.grid,
     )  # fmt: skip
     if v.shape[3] != Dv:
         out = out[..., :Dv].contiguous()
-    return out, lse
+    return out, lse if return_lse else None
 
 
 class _Call(NamedTuple):
@@ -184,7 +194,7 @@ def _call(
         lists=lists,
         # Two steps more than there are boxes: masked steps are padded, and what follows the last step is read, too.
         capacity=min(boxes, tiles.queries * topk * boxes_per_block) + 2 * (tiles.BN // tiles.box),
-        together=together(M, D + Dv) * chunks,
+        together=min(together(M, D + Dv), B * Hk) * chunks,
         grid=min(sms * (BLOCKS if exact else 1), lists * chunks),
     )
 
@@ -233,12 +243,6 @@ def for_tma(x: Tensor) -> Tensor:
             strides = [features if no else s for no, s in zip(refused, strides, strict=True)]
             return x.as_strided(x.shape, (*strides, 1))
     return x.clone(memory_format=torch.contiguous_format)
-
-
-@cache
-def _nothing(device: torch.device) -> Tensor:
-    """In the place of a result that is not asked for."""
-    return torch.empty(1, 1, 1, dtype=torch.float32, device=device)
 
 
 @cache

@@ -153,11 +153,12 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
         hidden = T.alloc_var(i32)
         for x in boxes:
             whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
-            for z in T.unroll(BX * DVP // _VECTOR // 128):
+            for z in T.unroll(-(-BX * DVP // _VECTOR // 128)):
                 r = (z * 128 + thread) // (DVP // _VECTOR)
-                if r >= hidden:
+                d = (z * 128 + thread) % (DVP // _VECTOR) * _VECTOR
+                if r >= hidden and r < BX:
                     for y in T.vectorized(_VECTOR):
-                        mem.v[step & (VST - 1), x * BX + r, thread % (DVP // _VECTOR) * _VECTOR + y] = 0
+                        mem.v[step & (VST - 1), x * BX + r, d + y] = 0
 
     @T.macro
     def hide(s, limit, box_of, mask, first, n):

@@ -92,18 +92,20 @@ def exact_tiles(sms: int, g: int, D: int, Dv: int, block_size: int) -> Tiles | N
 
 def wastes(N: int, M: int, topk: int, block_size: int, first_block: int) -> bool:
     """Whether the union kernel would multiply much that nobody selected; the first query is in ``first_block``."""
-    return expected_waste(N, M, topk, block_size, first_block) > _WASTE
+    return expected_waste(N, -(-M // block_size), topk, block_size, first_block) > _WASTE
 
 
-def expected_waste(N: int, M: int, topk: int, block_size: int, first_block: int) -> float:
+@lru_cache(maxsize=4096)
+def expected_waste(N: int, num_blocks: int, topk: int, block_size: int, first_block: int) -> float:
     """Pairs of 4 queries and a block that any of them takes, times 4, for each pair of a query and a block.
 
-    If each chooses as many blocks as it may, at random, among those in its reach.
+    If each chooses as many blocks as it may, at random, among those in its reach. By blocks, not keys: while M and
+    q_offset grow by 1, as in decoding, the answer is kept.
     """
     pairs = union = 0.0
     step = max(1, N // 64)
     for query in range(step // 2, N, step):
-        reach = min(-(-M // block_size), query // block_size + first_block + 1)
+        reach = min(num_blocks, query // block_size + first_block + 1)
         if reach > 0:
             share = min(1.0, topk / reach)
             pairs += 4 * reach * share

@@ -64,7 +64,7 @@ class TorchNpuBackend:
         Hk, M = k.shape[1:3]
         if 0 in (B, N, M, index.shape[3]):
             out = torch.zeros(B, Hq, N, D, dtype=q.dtype, device=q.device)
-            lse = torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+            lse = torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
             return out, lse
         size = mapping.page_size(M, block_size)
         k_pages, v_pages = mapping.pages(k, size), mapping.pages(v, size)

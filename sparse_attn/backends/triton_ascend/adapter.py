@@ -85,7 +85,7 @@ class TritonAscendBackend:
         M, Dv = v.shape[2:]
         if 0 in (B, N, M, index.shape[3], Dv):
             out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
-            return out, torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+            return out, torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
         out, lse, launch = prepare(q, k, v, index, block_size, sm_scale, q_offset, return_lse)
         if q.device.type == "npu":
             with torch.npu.device(q.device):  # type: ignore[attr-defined]  # Triton launches on the current device

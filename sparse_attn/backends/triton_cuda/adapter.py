@@ -64,7 +64,7 @@ class TritonBackend:
         topk = index.shape[3]
         if 0 in (B, N, M, topk, Dv):
             out = torch.zeros(B, Hq, N, Dv, dtype=q.dtype, device=q.device)
-            lse = torch.full((B, Hq, N), -math.inf, device=q.device) if return_lse else None
+            lse = torch.full((B, Hq, N), -math.inf, dtype=torch.float32, device=q.device) if return_lse else None
             return out, lse
         block_size = min(block_size, M)
         q_offset = min(max(q_offset, -N), M)  # the same beyond: nothing is seen, or everything
