@@ -192,6 +192,19 @@ def test_lse_is_the_natural_logarithm(backend: str, device: torch.device) -> Non
     assert_close(lse, expected, 1e-5, "lse")
 
 
+@pytest.mark.parametrize("M", [0, 40])
+def test_lse_is_fp32_whatever_the_default(backend: str, M: int, device: torch.device) -> None:
+    x = make(torch.float16, N=40, M=M).to(device)
+    skip_if_unsupported(backend, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sparse_attn.use_backend(backend):
+            _, lse = sparse_attn.sparse_attention(*x.args, return_lse=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lse.dtype == torch.float32
+
+
 def test_environment_variable_runs_it(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, backend)
     x = make(torch.float16, N=64).to(device)
