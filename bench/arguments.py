@@ -23,6 +23,7 @@ call, in ms. What took them and what was in the L2 cache is in each row:
   do_bench  cold  triton.testing.do_bench, which flushes L2 before each call. Default where there is Triton and an
                   accelerator
   graph     warm  many calls in one CUDA graph, replayed: the device alone, without the host's part of a call
+  graph-cold  cold  the same with L2 flushed before each call, less the time of as many flushes
   events    warm  the device's events around each call; where launching takes longer than the kernel, it is launching
   torch.utils.benchmark  warm  the host's clock around each call. Default elsewhere, and the only one on a CPU
 

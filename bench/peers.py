@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cases import Case, Point
 from .dense import dense_mask
+from .timers import GRAPHS
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Peer:
             return f"needs a device of type {' or '.join(self.devices)}, got {device}"
         if self.half_only and dtype == torch.float32 and device.type != "cpu":
             return f"needs float16 or bfloat16, got {dtype}"
-        if self.waits and timer == "graph":
-            return "needs --timer do_bench or events, got graph: each call waits for the device"
+        if self.waits and timer in GRAPHS:
+            return f"needs --timer do_bench or events, got {timer}: each call waits for the device"
         return self.refuses(case.point)
 
 

@@ -26,6 +26,7 @@ _FACTS = (
 _TIMERS = {
     "do_bench": "triton.testing.do_bench, which flushes the L2 cache before each call (cold)",
     "graph": "many calls captured in one CUDA graph and replayed: the device alone, L2 cache warm",
+    "graph-cold": "many calls in one CUDA graph, each after a flush of the L2 cache (cold), less as many flushes alone",
     "events": "events of the device around each call, L2 cache warm",
     "torch.utils.benchmark": "torch.utils.benchmark's clock of the host around each call, caches warm",
 }

@@ -90,6 +90,7 @@ def test_missing_rich_is_said_in_one_line() -> None:
         (["--sweep", "n=1"], "needs FIELD=A,B,... with one of B, Hq"),
         (["--sweep", "N=0,4"], "none below 1"),
         (["--timer", "graph"], "--timer graph needs a device of type cuda, got cpu: leave --timer out"),
+        (["--timer", "graph-cold"], "--timer graph-cold needs a device of type cuda, got cpu"),
         (["--timer", "do_bench"], "--timer do_bench needs a device of type cuda or npu, got cpu"),
         (["--threshold", "0.1"], "--threshold needs --compare"),
         (["--plot", "x.jpeg"], "needs a file that ends in .png, .svg, .pdf, got x.jpeg"),
@@ -299,9 +300,10 @@ def test_what_peers_refuse_beyond_shapes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "needs float16 or bfloat16" in (by_name[name].unavailable(case("cuda", torch.float32)) or "")
     assert by_name["sdpa-flash"].unavailable(case("cpu", torch.float32)) is None
     assert by_name["fla"].unavailable(case("cuda", torch.float32), "graph") is None
-    assert "got graph: each call waits" in (
-        by_name["nsa-triton"].unavailable(case("cuda", torch.float16), "graph") or ""
-    )
+    for timer in ("graph", "graph-cold"):
+        assert f"got {timer}: each call waits" in (
+            by_name["nsa-triton"].unavailable(case("cuda", torch.float16), timer) or ""
+        )
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "nsa-triton"])

@@ -56,10 +56,16 @@ def test_slow_calls_are_timed_once_after_one_warm_up(monkeypatch: pytest.MonkeyP
 
 
 class FakeDevice:
-    """What the timers use of ``torch.cuda``, with a clock that only calls move: by ``ms`` each, in a replay, too."""
+    """What the timers use of ``torch.cuda``, with a clock that only calls move: by ``ms`` each, in a replay, too.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: float) -> None:
+    A flush takes ``flush_ms``, and the call after it ``cold_ms``. ``order`` is what ran, in graphs or outside them.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, ms: float, flush_ms: float = 0.1, cold_ms: float | None = None
+    ) -> None:
         self.now, self.ms, self.calls, self.captured = 0.0, ms, 0, None
+        self.flush_ms, self.cold_ms, self.flushed, self.order = flush_ms, ms if cold_ms is None else cold_ms, False, ""
         fake = self
 
         class Event:
@@ -74,20 +80,21 @@ class FakeDevice:
 
         class Graph:
             def __init__(self) -> None:
-                self.length = 0
+                self.nodes = ""
 
             def replay(self) -> None:
-                fake.now += self.length * fake.ms
+                for node in self.nodes:
+                    fake.spend(node)
 
         class Capture:
             def __init__(self, graph: Graph, stream: object) -> None:
                 self.graph = graph
 
             def __enter__(self) -> None:
-                fake.captured = 0
+                fake.captured = ""
 
             def __exit__(self, *_: object) -> None:
-                self.graph.length, fake.captured = fake.captured, None
+                self.graph.nodes, fake.captured = fake.captured, None
 
         stream = SimpleNamespace(wait_stream=lambda other: None)
         for name, value in {
@@ -101,13 +108,25 @@ class FakeDevice:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(timers, "synchronised_clock", lambda: fake.now / 1e3)
+        monkeypatch.setattr(timers, "_flusher", lambda device: fake.flush)
+
+    def spend(self, node: str) -> None:
+        self.now += self.flush_ms if node == "f" else self.cold_ms if self.flushed else self.ms
+        self.flushed = node == "f"
+        self.order += node
 
     def call(self) -> None:
         if self.captured is None:
             self.calls += 1
-            self.now += self.ms
+            self.spend("c")
         else:
-            self.captured += 1
+            self.captured += "c"
+
+    def flush(self) -> None:
+        if self.captured is None:
+            self.spend("f")
+        else:
+            self.captured += "f"
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(2.0, 5 + 1 + 10), (30.0, 1 + 1 + 1)])
@@ -127,9 +146,39 @@ def test_graph_times_many_calls_at_once(ms: float, monkeypatch: pytest.MonkeyPat
     assert fake.calls == 3  # before the capture; all others are in the graph
 
 
+@pytest.mark.parametrize(("flush_ms", "cold_ms"), [(0.1, 0.022), (0.1, 0.3), (40.0, 0.5)])
+def test_graph_cold_times_calls_that_find_l2_flushed(
+    flush_ms: float, cold_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeDevice(monkeypatch, 0.001, flush_ms, cold_ms)
+    times = timers.measure_time(fake.call, torch.device("cuda"), warmup=10, rep=50, timer="graph-cold")
+    assert times[:3] == pytest.approx((cold_ms, cold_ms, cold_ms))
+    assert times.timer == "graph-cold"
+    assert "cc" not in fake.order
+    calls = max(1, int(timers._REPLAY_MS / (flush_ms + cold_ms)))
+    assert fake.order.endswith("fc" * calls + "f" * calls)  # replays take turns, each of as many flushes
+
+
+def test_graph_cold_gives_no_time_that_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDevice(monkeypatch, 1.0, cold_ms=0.0)
+    with pytest.raises(RuntimeError, match="less time than flushing"):
+        timers.measure_time(fake.call, torch.device("cuda"), warmup=10, rep=50, timer="graph-cold")
+
+
+def test_flush_writes_all_of_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timers, "_FLUSHED_BYTES", 2**20)
+    flush = timers._flusher(CPU)
+    written = flush()
+    assert isinstance(written, torch.Tensor)
+    assert written.nbytes == 2**20
+    written.zero_()
+    flush()
+    assert (written == 1).all()
+
+
 def test_every_timer_says_what_is_in_l2() -> None:
     assert set(timers.L2) == {*timers.CHOICES, timers.CLOCK}
-    assert [name for name, state in timers.L2.items() if state == "cold"] == ["do_bench"]
+    assert [name for name, state in timers.L2.items() if state == "cold"] == ["do_bench", "graph-cold"]
     assert timers.unavailable("events", torch.device("cuda")) is None
 
 
