@@ -39,7 +39,7 @@ def header(device: torch.device) -> dict[str, str | None]:
         "tilelang": package_version("tilelang"),
         "python": platform.python_version(),
         "sparse_attn": sparse_attn.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ENVIRONMENT_VARIABLE: os.environ.get(ENVIRONMENT_VARIABLE),
     }
@@ -63,12 +63,19 @@ def _cpu() -> str | None:
     return named[0] if named else platform.processor() or platform.machine() or None
 
 
-def _commit() -> str | None:
+def commit(besides: Path | None = None) -> str | None:
+    """The commit's hash, with ``-dirty`` behind if tracked files differ from it, those below ``besides`` aside."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():  # an unpacked archive inside somebody else's checkout
         return None
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    inside = besides is not None and besides.resolve().is_relative_to(root)
+    exclude = [f":(exclude){besides.resolve().relative_to(root)}"] if besides is not None and inside else []
     try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        found = _git(root, "rev-parse", "HEAD")
+        return f"{found}-dirty" if _git(root, "status", "--porcelain", "-uno", "--", ".", *exclude) else found
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()

@@ -83,15 +83,19 @@ def write(document: Document, folder: Path, compared: compare.Comparison | None 
 
 
 def page(document: Document, made: Sequence[Section]) -> str:
-    """The HTML. All text in it is escaped, but the picture, which is made here."""
+    """The HTML of one run, with a picture before its ratios, or its results."""
+    place = next(number for number, section in enumerate(made) if section.heading in ("Ratios", "Results"))
+    return render(table.result_title(document), made, Markup(plot.svg(document)), place)
+
+
+def render(title: str, made: Sequence[Section], picture: Markup | None = None, before: int = 0) -> str:
+    """The HTML, a picture before the section ``before``. All text is escaped, but the picture, which is made here."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    picture = Markup(plot.svg(document))
     template = environment.get_template("report.html.jinja")
-    place = next(number for number, section in enumerate(made) if section.heading in ("Ratios", "Results"))
-    return template.render(title=table.result_title(document), sections=made, picture=picture, picture_before=place)
+    return template.render(title=title, sections=made, picture=picture, picture_before=before)
 
 
 def sections(document: Document, compared: compare.Comparison | None = None) -> list[Section]:

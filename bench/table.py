@@ -30,6 +30,8 @@ _COLOURS = {
     "refused": "yellow",
     "unchecked": "yellow",
     "yardstick": "cyan",
+    "holds": "green",
+    "missed": "red",
 }
 
 Column = tuple[str, Callable[[Any], object]]
