@@ -168,13 +168,14 @@ def headline(document: Proof) -> str:
     ):  # fmt: skip
         columns.append((f"{above} / {below}".replace("sdpa-cudnn", "dense"), _ratio(above, below)))
     rendered = table.markdown("", columns, lines).strip()
+    bars = summary(judge(claims.BARS, document))
     known = dict(facts(document, [run for _, run, _ in claims.HEADLINE]))
     device = known.pop("device")
     where = [f"{label} {value}" for label, value in known.items() if label not in ("host", "CUDA", "sparse_attn")]
     text = (
-        f"On {device}, fp16, random index unless said; medians of whole calls by `do_bench`, L2 cold. Dense is causal "
-        f"attention, another function; fla is fla-core's NSA selection kernel. {summary(judge(claims.BARS, document))} "
-        f"Every row and every bar: [docs/results/results.md](docs/results/results.md). Versions: {'; '.join(where)}."
+        f"The contest's large points on {device}, fp16, random index unless said; medians of whole calls by `do_bench`, L2 "
+        f"cold. Dense is causal attention, another function; fla is fla-core's NSA selection kernel. {bars} Every row and "
+        f"every bar: [docs/results/results.md](docs/results/results.md). Versions: {'; '.join(where)}."
     )
     return f"{rendered}\n\n{textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)}"
 
