@@ -173,9 +173,10 @@ def headline(document: Proof) -> str:
     device = known.pop("device")
     where = [f"{label} {value}" for label, value in known.items() if label not in ("host", "CUDA", "sparse_attn")]
     text = (
-        f"The contest's large points on {device}, fp16, random index unless said; medians of whole calls by `do_bench`, L2 "
-        f"cold. Dense is causal attention, another function; fla is fla-core's NSA selection kernel. {bars} Every row and "
-        f"every bar: [docs/results/results.md](docs/results/results.md). Versions: {'; '.join(where)}."
+        f"The contest's large points on {device}, fp16, random index unless said; medians of whole calls by "
+        f"`do_bench`, L2 cold. Dense is causal attention, another function; fla is fla-core's NSA selection kernel. "
+        f"{bars} Every row and every bar: [docs/results/results.md](docs/results/results.md). "
+        f"Versions: {'; '.join(where)}."
     )
     return f"{rendered}\n\n{textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)}"
 
