@@ -36,6 +36,9 @@ REFUSED = {
     "d100": "needs D <= 512 and a multiple of 16, got D=100",
     "dv_smaller": "needs D == Dv, got D=64 and Dv=32",
     "dv_larger": "needs D == Dv, got D=64 and Dv=128",
+    "keys_behind_rows_that_see_nothing_block8": BLOCKS + "8 and M=32",
+    "keys_behind_rows_that_see_nothing_block24": BLOCKS + "24 and M=32",
+    "keys_behind_rows_that_see_nothing_block16_dv192": "needs D == Dv, got D=64 and Dv=192",
 }
 
 
