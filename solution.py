@@ -2817,9 +2817,9 @@ if SECTION == "backends.tilelang_hopper.adapter":
                 for name, value in (("D", problem.D), ("Dv", problem.Dv))
                 if value > MAX_FEATURES
             ]
-            size = min(problem.block_size, problem.M)
             # Keys as they are read: blocks of 1 key become blocks of 8.
-            keys = problem.M if size == problem.M else problem.num_blocks * packed_block(size)
+            size = problem.M if problem.block_size >= problem.M else packed_block(problem.block_size)
+            keys = size * problem.num_blocks
             reach = problem.N + keys + size
             if reach > _MAX_LENGTH:
                 reasons.append(
