@@ -3797,6 +3797,7 @@ __device__ __forceinline__ void sparse_attn_stage(
 
 
     def _null():
+        """In the place of an lse that is not asked for."""
         return T.reinterpret(T.cast(0, "uint64"), "handle")
 
 

@@ -190,6 +190,21 @@ def test_what_is_left_to_others() -> None:
     ]
 
 
+def test_compiled_function_where_it_is_kept() -> None:
+    """Without TileLang's walk through the arguments; a release that keeps it elsewhere is called as it is."""
+
+    class Adapter:
+        def _get_executable(self) -> dict[str, str]:
+            return {"main": "function"}
+
+    class Kernel:
+        adapter = Adapter()
+
+    assert compiled._function(Kernel()) == "function"
+    elsewhere = object()
+    assert compiled._function(elsewhere) is elsewhere
+
+
 def test_tensors_for_tma() -> None:
     x = torch.randn(2, 3, 5, 64, dtype=torch.float16)
     assert for_tma(x).data_ptr() == x.data_ptr()

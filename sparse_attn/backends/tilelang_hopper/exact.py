@@ -311,4 +311,5 @@ def exact_kernel(tiles: Tiles, dtype: str):
 
 
 def _null():
+    """In the place of an lse that is not asked for."""
     return T.reinterpret(T.cast(0, "uint64"), "handle")
