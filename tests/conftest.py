@@ -90,6 +90,38 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def hopper_is_here() -> bool:
+    """Whether the first accelerator is a GPU with compute capability 9.0."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(0) == (9, 0)
+
+
+@pytest.fixture
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the TileLang backend's kernels run: a Hopper GPU, or the CPU, on which they are emulated."""
+    if hopper_is_here():
+        return device
+    from sparse_attn.backends.tilelang_hopper import adapter, compiled
+
+    from .emulated import COMPILER, emulated
+
+    if COMPILER is None:
+        pytest.skip("needs a Hopper GPU, or g++ to emulate one")
+    monkeypatch.setattr(compiled, "_compile", lambda kernel, *variant: emulated(kernel, *variant))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # a CPU tensor is on it
+    monkeypatch.setattr(adapter, "_multiprocessors", lambda _: 3)  # so few that each takes several tiles
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def exact_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TileLang backend's exact kernel wherever it can run."""
+    from sparse_attn.backends.tilelang_hopper import adapter, plan
+
+    monkeypatch.setattr(adapter, "exact_tiles", lambda _, *problem: plan.exact_tiles(78, *problem))
+    monkeypatch.setattr(adapter, "wastes", lambda *problem: True)
+    monkeypatch.setattr(adapter, "_call", adapter._call.__wrapped__)  # keeps what it answered
+
+
 @pytest.fixture(autouse=True)
 def _no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the override of the shell it was started from, nor the warnings that another one has used up."""

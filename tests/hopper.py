@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -28,11 +31,32 @@ class Compiled(NamedTuple):
     warnings: list[str]
 
 
-def lower(kernel: Any, pass_configs: dict[Any, bool] = PASS_CONFIGS) -> str:
-    """CUDA C++ of a kernel, for sm_90a."""
-    target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target, tvm.transform.PassContext(config=dict(pass_configs)):
-        return tilelang.lower(kernel, target=target).kernel_source
+class Lowered(NamedTuple):
+    """CUDA C++ of a kernel for sm_90a, and the code of the host that launches it, as TileLang prints it."""
+
+    source: str
+    host: str
+
+
+def lower(kernel: Any) -> Lowered:
+    """What TileLang makes of a kernel. That takes 10 to 20 seconds: it is kept, by all that the kernel says."""
+    key = hashlib.sha256(repr((tilelang.__version__, PASS_CONFIGS, tvm.ir.save_json(kernel))).encode()).hexdigest()
+    file = kept() / f"{key}.json"
+    if not file.exists():
+        target = Target({"kind": "cuda", "arch": "sm_90a"})
+        with target, tvm.transform.PassContext(config=dict(PASS_CONFIGS)):
+            artifact = tilelang.lower(kernel, target=target)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(Lowered(artifact.kernel_source, str(artifact.host_mod))))
+        new.rename(file)
+    return Lowered(*json.loads(file.read_text()))
+
+
+def kept() -> Path:
+    """A folder for what takes long to make, of this user."""
+    folder = Path(tempfile.gettempdir(), f"sparse_attn_tests_{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def shared_bytes(source: str) -> int:
