@@ -20,6 +20,7 @@
 #include <random>
 #include <type_traits>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 // --- fibers ----------------------------------------------------------------------------------------------------------
@@ -60,6 +61,14 @@ template <typename F> void wait_until(F ready) {
   while (!ready())
     if (_setjmp(fibers[me].state) == 0) _longjmp(scheduler, 1);
   threadIdx = {me, 0, 0};
+}
+
+// Now and then, let others go first.
+inline void pause() {
+  if (dice() % 4 != 0) return;
+  ++progress;
+  bool paused = false;
+  wait_until([&] { return std::exchange(paused, true); });
 }
 
 inline void meet(Meeting& m, int count) {
@@ -267,7 +276,7 @@ struct Barrier {  // an mbarrier
   void check() {
     if (pending == 0 && transactions == 0) phase ^= 1, pending = count, ++emulated::progress;
   }
-  void arrive() { --pending, check(); }
+  void arrive() { --pending, check(), emulated::pause(); }
   void expect_transaction(int bytes) { transactions += bytes; }
   void complete(int bytes) { transactions -= bytes, check(); }
   void wait(int parity) { emulated::wait_until([&] { return int(phase) != parity; }); }
