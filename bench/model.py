@@ -54,7 +54,8 @@ MMA_SHARE = 0.62
 EFFICIENCY = 0.63
 
 # Clocks that a warpgroup of `exact` takes for a step, and for each query in it beside its products: nothing hides them
-# but the other warpgroup's work. Fitted to its times at the large-2 points, 24.5 and 9.2 ms at 1.98 GHz.
+# but the other warpgroup's work. Fitted to its times at the large-2 points, 24.5 and 9.2 ms at 1.98 GHz, when it looked
+# for maxima at each step (commit fce11c4). It no longer does: what it takes now was not measured.
 STEP_CLOCKS, QUERY_CLOCKS = 1330, 844
 
 

@@ -34,6 +34,11 @@ _PTX = (
         r'asm\("cvt\.rn\.f16x2\.f32 %0, %1, %2;" : "=r"\((.+?)\) : "f"\((.+?)\), "f"\((.+?)\)\);',
         r"\1 = emulated_pair<half_t>(\2, \3);",
     ),
+    (
+        r'asm volatile\(\s*"[^"]*barrier\.cta\.red\.or\.pred p, %1, 128, p;[^"]*"\s*: "\+r"\((\w+)\)'
+        r' : "n"\((\w+)\) : "memory"\);',
+        r"\1 = emulated_any(\2, 128, \1);",
+    ),
 )
 _PRELUDE = """
 #include "emulated_hopper.h"

@@ -61,9 +61,19 @@ def test_case(case: str) -> None:
     check(CASES[case].build(torch.float16), case)
 
 
-@pytest.mark.parametrize("case", by_kernel(exact_tiles_of))
-def test_exact_kernel(case: str, exact_everywhere: None) -> None:
-    check(CASES[case].build(torch.float16), case)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((name, torch.float16) for name in by_kernel(exact_tiles_of)), ("contest_large2_statement", torch.bfloat16)],
+)
+def test_exact_kernel(case: str, dtype: torch.dtype, exact_everywhere: None) -> None:
+    check(CASES[case].build(dtype), case)
+
+
+def test_maxima_that_grow(exact_everywhere: None) -> None:
+    """Scores that outgrow those before them, again and again: each time what was summed up refers to a new maximum."""
+    x = make(torch.float16, Hq=16, Hk=1, N=8, M=1024, D=128, topk=16, block_size=64, q_offset=1016, select_all=True)
+    x.k.mul_(torch.arange(1.0, 17).repeat_interleave(64).view(1024, 1))
+    check(x)
 
 
 @pytest.mark.parametrize("case", ["contest_large1", "contest_large2_statement"])
