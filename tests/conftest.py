@@ -102,10 +102,10 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         return device
     from sparse_attn.backends.tilelang_hopper import adapter, compiled
 
-    from .emulated import COMPILER, emulated
+    from .emulated import emulated, unusable
 
-    if COMPILER is None:
-        pytest.skip("needs a Hopper GPU, or g++ to emulate one")
+    if reason := unusable():
+        (pytest.fail if "tilelang" in required_backends() else pytest.skip)(f"a Hopper GPU, emulated, {reason}")
     monkeypatch.setattr(compiled, "_compile", lambda kernel, *variant: emulated(kernel, *variant))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # a CPU tensor is on it
     monkeypatch.setattr(adapter, "_multiprocessors", lambda _: 3)  # so few that each takes several tiles

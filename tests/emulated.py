@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,15 @@ from tilelang import tvm
 
 from .hopper import kept, lower
 
-COMPILER = shutil.which("g++")
+_COMPILER = shutil.which("g++")
 _HEADER = Path(__file__).with_name("emulated_hopper.h")
-_FLAGS = ["-std=c++20", "-O2", "-march=native", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
+# CUDA's C++ may see a value as another type. What a kernel does not set shall not be 0. Libraries keep to themselves.
+_FLAGS = [
+    "-std=c++20", "-O2", "-march=native", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing",
+    "-ftrivial-auto-var-init=pattern", "-fno-gnu-unique",
+]  # fmt: skip
+# Names of kernels, as they were run.
+launched: list[str] = []
 # Pieces of PTX in the kernels' own CUDA C++, and what does the same here.
 _PTX = (
     (
@@ -54,10 +61,26 @@ _PRELUDE = """
 
 
 @cache
-def emulated(kernel_of: Any, *variant: Any) -> Any:
-    """The kernel that ``kernel_of(*variant)`` makes, as a function."""
+def unusable() -> str | None:
+    """Why nothing can be emulated here."""
+    if _COMPILER is None:
+        return "needs g++ 12 or newer, found none"
+    try:
+        _compiled(_PRELUDE)
+    except AssertionError as error:
+        return f"needs g++ 12 or newer: {error}"
+    return None
+
+
+@cache
+def emulated(kernel_of: Any, *variant: Any, edit: Callable[[str], str] = str) -> Any:
+    """The kernel that ``kernel_of(*variant)`` makes, as a function. ``edit`` changes its source.
+
+    The function takes, beside the kernel's arguments, the seed of everything that is left to chance.
+    """
     kernel = kernel_of(*variant)
     source, host = lower(kernel)
+    source = edit(source)
     name, parameters = re.search(r'extern "C" __global__ void (\w+)\((.*?)\);', source).groups()
     names = [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",")]
     types = dict(zip(names, parameters.split(","), strict=True))
@@ -67,7 +90,8 @@ def emulated(kernel_of: Any, *variant: Any) -> Any:
     library = ctypes.CDLL(_compiled(_program(source, name, parameters, names, int(threads))))
     library.message.restype = ctypes.c_char_p
 
-    def run(*args: Any) -> None:
+    def run(*args: Any, seed: int = 0) -> None:
+        launched.append(name)
         known = _bound(kernel, args)
 
         def value(text: str) -> int:
@@ -79,8 +103,8 @@ def emulated(kernel_of: Any, *variant: Any) -> Any:
         passed = [
             _map(maps[n], value) if "CUtensorMap" in types[n] else _scalar(types[n], known[n]) for n in names
         ]  # fmt: skip
-        if library.run(*dims, *(ctypes.byref(x) if isinstance(x, _Map) else x for x in passed)) == 0:
-            raise RuntimeError(library.message().decode())
+        if library.run(seed, *dims, *(ctypes.byref(x) if isinstance(x, _Map) else x for x in passed)) == 0:
+            raise RuntimeError(f"{library.message().decode()} (seed {seed})")
 
     return run
 
@@ -161,7 +185,8 @@ def _program(source: str, name: str, parameters: str, names: list[str], threads:
     return f"""{_PRELUDE}
 {source}
 extern "C" const char* message() {{ return emulated::message; }}
-extern "C" int run(int gx, int gy, int gz, {by_reference}) {{
+extern "C" int run(int seed, int gx, int gy, int gz, {by_reference}) {{
+  emulated::dice.seed(seed);
   for (int z = 0; z < gz; ++z)
     for (int y = 0; y < gy; ++y)
       for (int x = 0; x < gx; ++x) {{
@@ -175,7 +200,7 @@ extern "C" int run(int gx, int gy, int gz, {by_reference}) {{
 
 def _compiled(program: str) -> str:
     """The library's path. Kept between runs, by what it was made of."""
-    key = hashlib.sha256("\n".join([program, _HEADER.read_text(), *_FLAGS]).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\n".join([program, _HEADER.read_text(), *_FLAGS, _target()]).encode()).hexdigest()[:32]
     library = kept() / f"{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=kept()) as work:
@@ -183,8 +208,17 @@ def _compiled(program: str) -> str:
             file.write_text(program)
             built = Path(work, "kernel.so")
             done = subprocess.run(
-                [COMPILER, *_FLAGS, "-I", _HEADER.parent, file, "-o", built], capture_output=True, text=True
+                [_COMPILER, *_FLAGS, "-I", _HEADER.parent, file, "-o", built], capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr[-3000:]
             built.rename(library)
     return str(library)
+
+
+@cache
+def _target() -> str:
+    """The compiler, and the CPU that it compiles for."""
+    asked = subprocess.run(
+        [_COMPILER, "-march=native", "-v", "-E", "-x", "c", "-"], input="", capture_output=True, text=True
+    )
+    return asked.stderr

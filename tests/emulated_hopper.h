@@ -3,9 +3,11 @@
 // memory. By NVIDIA's "PTX ISA", sections on wgmma's matrix fragments and descriptors, mbarrier, and tensor copies.
 //
 // Threads are fibers of one thread: each runs until it waits for something, in an order that is drawn anew for every
-// round. TMA copies happen at some later time; of a block, wgmmas run either when they are issued or when they are waited
-// for, so that what is overwritten too early, or read, shows. If all threads wait and nothing is on its way, the run ends
-// with a message. Memory has one order: that a fence is missing does not show.
+// round. TMA's copies happen in any order, of some blocks only when all threads wait for something; wgmmas either when
+// they are issued or when they are waited for, drawn for each block. So what is read too early, or overwritten, shows.
+// If all threads wait and nothing is on its way, or something still is when all are done, the run ends with a message.
+//
+// Memory has one order, and kernels run one after the other: a missing fence does not show, nor a griddepcontrol.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +19,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <random>
 #include <type_traits>
 #include <ucontext.h>
@@ -36,7 +39,7 @@ alignas(1024) inline unsigned char shared_memory[SHARED];
 struct Fiber {
   ucontext_t start;
   jmp_buf state;
-  std::vector<char> stack = std::vector<char>(STACK);
+  std::unique_ptr<char[]> stack;
   bool begun, done;
   std::vector<std::function<void()>> open;               // wgmmas, not yet in a group
   std::deque<std::vector<std::function<void()>>> groups;  // of them, not yet waited for
@@ -53,7 +56,7 @@ inline int current, threads;
 inline long progress;  // events that somebody may wait for
 inline std::function<void()> body;
 inline std::mt19937 dice;
-inline bool late;  // wgmmas run when they are waited for
+inline bool late, lazy;  // wgmmas run when they are waited for; copies when all threads wait
 inline char message[256];
 
 template <typename F> void wait_until(F ready) {
@@ -95,8 +98,9 @@ inline void resume(int thread) {
 }
 
 inline void copy_one() {
-  auto copy = copies.front();
-  copies.erase(copies.begin());
+  const auto one = copies.begin() + dice() % copies.size();
+  auto copy = *one;
+  copies.erase(one);
   ++progress;
   copy();
 }
@@ -106,25 +110,23 @@ inline bool run_block(int count, std::function<void()> what) {
   body = std::move(what);
   threads = count;
   copies.clear();
-  late = dice() % 2;
+  late = dice() % 2, lazy = dice() % 2;
   std::fill(std::begin(warps), std::end(warps), Warp{});
   std::fill(std::begin(barriers), std::end(barriers), Meeting{});
   std::memset(shared_memory, 0xff, SHARED);  // NaN
-  std::vector<int> order(count);
   for (int i = 0; i < count; ++i) {
     Fiber& f = fibers[i];
     getcontext(&f.start);
-    f.start.uc_stack.ss_sp = f.stack.data();
+    if (!f.stack) f.stack = std::make_unique_for_overwrite<char[]>(STACK);
+    f.start.uc_stack.ss_sp = f.stack.get();
     f.start.uc_stack.ss_size = STACK;
     f.start.uc_link = nullptr;
     makecontext(&f.start, fiber_main, 0);
     f.begun = f.done = false;
     f.open.clear(), f.groups.clear();
-    order[i] = i;
   }
   for (;;) {
-    static long before;
-    before = progress;
+    const long before = progress;
     // Warps in any order; the threads of a warp one after the other, from any of them on.
     const int warp_count = (count + 31) / 32, first_lane = dice() % 32;
     std::vector<int> turn(warp_count);
@@ -138,11 +140,17 @@ inline bool run_block(int count, std::function<void()> what) {
         all_done = false;
         resume(thread);
       }
-    if (all_done) return true;
-    if (!copies.empty() && (progress == before || dice() % 2)) copy_one();
-    if (progress == before) {
-      std::snprintf(message, sizeof message, "block (%d, %d, %d) hangs: its threads wait for each other",
-                    blockIdx.x, blockIdx.y, blockIdx.z);
+    const char* wrong = nullptr;
+    if (all_done) {
+      bool waited = true;
+      for (int i = 0; i < count; ++i) waited &= fibers[i].open.empty() && fibers[i].groups.empty();
+      if (copies.empty() && waited) return true;
+      wrong = waited ? "ends before its copies do" : "ends before its products do";
+    }
+    if (!copies.empty() && (progress == before || (!lazy && dice() % 2))) copy_one();
+    if (progress == before) wrong = "hangs: its threads wait for each other";
+    if (wrong) {
+      std::snprintf(message, sizeof message, "block (%d, %d, %d) %s", blockIdx.x, blockIdx.y, blockIdx.z, wrong);
       return false;
     }
   }
@@ -150,8 +158,18 @@ inline bool run_block(int count, std::function<void()> what) {
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
-template <typename T> T from_bits(unsigned bits) { T x; std::memcpy(&x, &bits, sizeof x); return x; }
-template <typename T> unsigned to_bits(T x) { unsigned bits = 0; std::memcpy(&bits, &x, sizeof x); return bits; }
+template <typename T> T from_bits(unsigned bits) {
+  static_assert(sizeof(T) <= 4);
+  T x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+template <typename T> unsigned to_bits(T x) {
+  static_assert(sizeof(T) <= 4);
+  unsigned bits = 0;
+  std::memcpy(&bits, &x, sizeof x);
+  return bits;
+}
 
 }  // namespace emulated
 
@@ -210,14 +228,6 @@ template <typename A, typename B> auto min(A a, B b) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const int byte = selector >> 4 * i & 7;
-    result |= ((byte < 4 ? x : y) >> byte % 4 * 8 & 255) << 8 * i;
-  }
-  return result;
-}
 constexpr float CUDART_INF_F = INFINITY;
 
 // --- warps, barriers -------------------------------------------------------------------------------------------------
@@ -246,10 +256,6 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, int distance) {
 }
 template <typename T> T __shfl_sync(unsigned, T x, int lane, int = 32) {
   return emulated::from_bits<T>(emulated_exchange(emulated::to_bits(x), lane));
-}
-inline unsigned __reduce_min_sync(unsigned mask, unsigned x) {
-  for (int d = 1; d < 32; d *= 2) x = std::min(x, __shfl_xor_sync(mask, x, d));
-  return x;
 }
 inline void __syncthreads() { emulated::meet(emulated::barriers[0], emulated::threads); }
 inline int emulated_any(int barrier, int count, int condition) {
@@ -366,6 +372,7 @@ union GmmaDescriptor {
 };
 
 template <int layout, int leading, int stride, typename T> void initialize_wgmma_descriptor(GmmaDescriptor& d, T* p) {
+  static_assert(layout >= 1 && layout <= 3);  // swizzled
   d.bits = 0;
   d.field.address = (reinterpret_cast<unsigned char*>(p) - emulated::shared_memory) >> 4;
   d.field.layout = layout, d.field.leading = leading, d.field.stride = stride;

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,17 +48,21 @@ def lower(kernel: Any) -> Lowered:
         target = Target({"kind": "cuda", "arch": "sm_90a"})
         with target, tvm.transform.PassContext(config=dict(PASS_CONFIGS)):
             artifact = tilelang.lower(kernel, target=target)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(Lowered(artifact.kernel_source, str(artifact.host_mod))))
-        new.rename(file)
+        with tempfile.NamedTemporaryFile("w", dir=kept(), delete=False) as new:
+            json.dump(Lowered(artifact.kernel_source, str(artifact.host_mod)), new)
+        Path(new.name).rename(file)
     return Lowered(*json.loads(file.read_text()))
 
 
+@cache
 def kept() -> Path:
-    """A folder for what takes long to make, of this user."""
+    """A folder for what takes long to make. This user's alone: what is in it gets run."""
     folder = Path(tempfile.gettempdir(), f"sparse_attn_tests_{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    facts = folder.lstat()
+    if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp())
 
 
 def shared_bytes(source: str) -> int:
