@@ -30,7 +30,8 @@ _RATES = {78: 1037}
 # v, 128 for products); at a quarter of it for the tensor cores (506).
 _SLOW_RATE = 2048
 # Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the
-# exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32.
+# exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32. So it was
+# at fce11c4, when that kernel looked for maxima at each step: today's has not been timed.
 _WASTE = 1.5
 
 # Blocks of the exact kernel that share a multiprocessor.
