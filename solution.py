@@ -15,11 +15,11 @@ It needs torch 2.5 and Python 3.10, or newer, and uses what else it finds:
 # backends.reference, backends.triton_cuda, backends.triton_cuda.adapter, backends.triton_cuda.call,
 # backends.triton_cuda.block_lists, backends.triton_cuda.launch, backends.triton_cuda.plan, backends.triton_cuda.gather,
 # backends.triton_cuda.tiles, backends.triton_cuda.union, backends.tilelang_hopper, backends.tilelang_hopper.adapter,
-# backends.tilelang_hopper.compiled, backends.tilelang_hopper.block_lists, backends.tilelang_hopper.plan,
-# backends.tilelang_hopper.exact, backends.tilelang_hopper.parts, backends.tilelang_hopper.union,
-# backends.triton_ascend, backends.triton_ascend.adapter, backends.triton_ascend.attention,
-# backends.triton_ascend.block_lists, backends.triton_ascend.plan, backends.torch_npu, backends.torch_npu.adapter,
-# backends.torch_npu.mapping, backends.torch_npu.fused_op.
+# backends.tilelang_hopper.compiled, backends.tilelang_hopper.block_lists, backends.tilelang_hopper.order,
+# backends.tilelang_hopper.plan, backends.tilelang_hopper.exact, backends.tilelang_hopper.parts,
+# backends.tilelang_hopper.union, backends.triton_ascend, backends.triton_ascend.adapter,
+# backends.triton_ascend.attention, backends.triton_ascend.block_lists, backends.triton_ascend.plan, backends.torch_npu,
+# backends.torch_npu.adapter, backends.torch_npu.mapping, backends.torch_npu.fused_op.
 
 from __future__ import annotations
 
@@ -2758,7 +2758,8 @@ if SECTION == "backends.tilelang_hopper":  # annotations are values
 
     ``adapter`` says what it can run, and runs it; ``plan`` chooses kernel and tiles by shape and GPU; ``compiled`` has
     kernels compiled and keeps them. Of the kernels, ``block_lists`` turns index into lists for tiles of queries, which
-    ``union`` walks, or ``exact`` where products are slow; ``parts`` has macros for what walks a list.
+    ``union`` walks, or ``exact`` where products are slow; ``order`` deals queries into tiles where adjacent ones have
+    little in common; ``parts`` has macros for what walks a list.
     """
 
     from .adapter import backend
@@ -2783,7 +2784,7 @@ if SECTION == "backends.tilelang_hopper.adapter":
 
     from ...contract import Problem
     from . import compiled
-    from .plan import BLOCKS, Tiles, exact_tiles, few_or_sparse, plan, wastes
+    from .plan import BLOCKS, WINDOW, Tiles, choose, expected_waste, few_or_sparse
 
     MAX_FEATURES = 256
     _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -2898,12 +2899,18 @@ if SECTION == "backends.tilelang_hopper.adapter":
 
         listed = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
         masks = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
-        counts = torch.empty(call.lists, 4, dtype=torch.int32, device=device)
+        counts = torch.empty(call.lists, call.tiles.facts, dtype=torch.int32, device=device)
         out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
         # Something takes its place where it is not asked for. It is not kept: a CUDA graph's memory may be where it lies.
         lse = torch.empty(*((B, Hq, N) if return_lse else (1, 1, 1)), dtype=torch.float32, device=device)
 
-        compiled.block_lists(call.tiles, _INDEX_DTYPES[index.dtype])(
+        index_dtype = _INDEX_DTYPES[index.dtype]
+        if call.tiles.ordered:
+            num_blocks = -(-M // block_size)
+            compiled.order(call.tiles, index_dtype, num_blocks)(
+                index, counts, num_blocks, block_size, q_offset, call.tiles_of_head
+            )
+        compiled.block_lists(call.tiles, index_dtype)(
             index, listed, masks, counts, M, block_size, call.boxes_per_block, q_offset, call.tiles_of_head
         )
         (compiled.exact if call.exact else compiled.union)(call.tiles, _DTYPES[q.dtype])(
@@ -2943,20 +2950,19 @@ if SECTION == "backends.tilelang_hopper.adapter":
             block_size = packed_size = -(-M // 128) * 128
         else:
             packed_size = packed_block(block_size)
-        exact = exact_tiles(sms, g, D, Dv, packed_size)
-        if exact and not wastes(N, M, topk, block_size, first_block):
-            exact = None
-        tiles = exact or plan(g, D, Dv, packed_size)
+        num_blocks = -(-M // block_size)
+        waste = expected_waste(N, num_blocks, topk, block_size, first_block)
+        tiles, exact = choose(sms, g, D, Dv, packed_size, num_blocks, B * Hk * (N // WINDOW), waste)
         boxes_per_block = packed_size // tiles.box
-        boxes = -(-M // block_size) * boxes_per_block
+        boxes = num_blocks * boxes_per_block
         tiles_of_head = -(-N // tiles.queries)
-        chunks = -(-g // tiles.heads)
         lists = B * Hk * tiles_of_head
+        chunks = -(-g // tiles.heads)
         return _Call(
             block_size=block_size,
             packed_size=packed_size,
             tiles=tiles,
-            exact=exact is not None,
+            exact=exact,
             boxes_per_block=boxes_per_block,
             tiles_of_head=tiles_of_head,
             chunks=chunks,
@@ -3036,7 +3042,8 @@ if SECTION == "backends.tilelang_hopper.compiled":
 
     from .block_lists import block_lists_kernel
     from .exact import exact_kernel
-    from .plan import Tiles
+    from .order import order_kernel
+    from .plan import MAX_ORDERED_BLOCKS, Tiles
     from .union import union_kernel
 
     _Key = tilelang.PassConfigKey
@@ -3063,13 +3070,13 @@ if SECTION == "backends.tilelang_hopper.compiled":
         return None
 
 
-    def _compile(kernel: Any, tiles: Tiles, dtype: str) -> Any:
-        key = kernel, tiles, dtype
+    def _compile(kernel: Any, *variant: Any) -> Any:
+        key = kernel, *variant
         compiled = _kernels.get(key)
         if compiled is None:
             with _lock:
                 if key not in _kernels:
-                    _loaded.append(tilelang.compile(kernel(tiles, dtype), pass_configs=PASS_CONFIGS))
+                    _loaded.append(tilelang.compile(kernel(*variant), pass_configs=PASS_CONFIGS))
                     _kernels[key] = _function(_loaded[-1])
                 compiled = _kernels[key]
         return compiled
@@ -3098,9 +3105,18 @@ if SECTION == "backends.tilelang_hopper.compiled":
 
     def block_lists(tiles: Tiles, index_dtype: str) -> Any:
         """``block_lists.block_lists_kernel`` for ``tiles`` and ``"int32"`` or ``"int64"``."""
-        # Of the tiles, only these matter: problems that differ in the rest share a kernel.
-        tiles = tiles._replace(heads=0, D=0, Dv=0, k_stages=0, v_stages=0)
-        return _compile(block_lists_kernel, tiles, index_dtype)
+        return _compile(block_lists_kernel, _listed(tiles), index_dtype)
+
+
+    def order(tiles: Tiles, index_dtype: str, num_blocks: int) -> Any:
+        """``order.order_kernel`` for ``tiles`` and ``"int32"`` or ``"int64"``: one for few blocks, one for many."""
+        words = (256 if num_blocks <= 256 else MAX_ORDERED_BLOCKS) // 32
+        return _compile(order_kernel, _listed(tiles)._replace(BN=0, box=0), index_dtype, words)
+
+
+    def _listed(tiles: Tiles) -> Tiles:
+        """Of the tiles, only what matters to lists: problems that differ in the rest share a kernel."""
+        return tiles._replace(heads=0, D=0, Dv=0, k_stages=0, v_stages=0)
 
 
 # === sparse_attn/backends/tilelang_hopper/block_lists.py =============================================================
@@ -3127,13 +3143,16 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
 
     import tilelang.language as T
 
-    from .plan import Tiles
+    from .order import place_of
+    from .plan import WINDOW, Tiles
 
     # Tiles of a block of the grid, one for each warp.
     WARPS = 4
     # Key blocks looked at together: a mask of each lies in shared memory.
     _BLOCKS = 1024
     _LANES = 32
+    # Ids that a lane reads before it waits for them.
+    _AHEAD = 4
     # Kinds of boxes.
     _MASKED, _BOTH, _FIRST, _SECOND, _NONE = range(5)
 
@@ -3143,7 +3162,7 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
 
         It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for
         the tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first
-        only, for the second only.
+        only, for the second only. Where tiles are ordered, ``counts`` has their queries behind that, from ``order.py``.
         """
         TQ, BX, P = tiles.queries, tiles.box, tiles.BN // tiles.box
         HALF = TQ // tiles.warpgroups
@@ -3151,27 +3170,42 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
         B, Hk, N, topk, lists, capacity = (T.dynamic(name) for name in ("B", "Hk", "N", "topk", "lists", "capacity"))
         i_b, i_h, i_n, i_t = (T.dynamic(name, "int64") for name in ("i_b", "i_h", "i_n", "i_t"))
         i32, u32 = T.int32, T.uint32
+        warpgroups, queries = tuple(range(tiles.warpgroups)), tuple(range(TQ))
+
+        def query_at(n, t):
+            """Query t of a tile: see ``order.py``."""
+            if not tiles.ordered:
+                return n.first_query + t
+            word = n.words[0] if tiles.warpgroups == 1 else T.Select(t < HALF, n.words[0], n.words[1])
+            return n.first_query + place_of(word, t % HALF)
 
         @T.macro
         def collect(index, masks, warp, lane, b, h, n):
             """OR each query's bit into the masks of the blocks that it selected, of ``size`` blocks from ``start`` on."""
+            ids = T.alloc_local([_AHEAD], i32)
             slot = T.alloc_var(i32)
             t = T.alloc_var(i32)
-            id_ = T.alloc_var(i32)
+            query = T.alloc_var(i32)
             T.sync_warp()
             for z in T.serial((n.size + _LANES - 1) // _LANES):
                 masks[warp, z * _LANES + lane] = 0
             T.sync_warp()
-            for z in T.serial((TQ * topk + _LANES - 1) // _LANES):
-                slot = z * _LANES + lane
-                t = T.truncdiv(slot, topk)
-                if t < TQ and n.first_query + t < N:
-                    # Clamped before it is narrowed: an id may be any number.
-                    id_ = T.cast(T.max(T.min(index[b, h, n.first_query + t, slot - t * topk], n.stop), -1), i32)
-                    id_ = id_ - n.start
-                    if id_ >= 0 and id_ < n.size:  # noqa: SIM102 -- before it is multiplied
-                        if (id_ + n.start) * n.block_size <= n.first_query + t + n.q_offset:
-                            T.call_extern("int32", "atomicOr", T.address_of(masks[warp, id_]), 1 << t)
+            for z in T.serial((TQ * topk + _LANES * _AHEAD - 1) // (_LANES * _AHEAD)):
+                for x in T.unroll(_AHEAD):
+                    slot = (z * _AHEAD + x) * _LANES + lane
+                    t = T.truncdiv(slot, topk)
+                    query = T.min(query_at(n, t), N)
+                    ids[x] = -1
+                    if t < TQ and query < N:
+                        # Clamped before it is narrowed: an id may be any number.
+                        ids[x] = T.cast(T.max(T.min(index[b, h, query, slot - t * topk], n.stop), -1), i32)
+                for x in T.unroll(_AHEAD):
+                    slot = (z * _AHEAD + x) * _LANES + lane
+                    t = T.truncdiv(slot, topk)
+                    ids[x] = ids[x] - n.start
+                    if ids[x] >= 0 and ids[x] < n.size:  # noqa: SIM102 -- before it is multiplied
+                        if (ids[x] + n.start) * n.block_size <= query_at(n, t) + n.q_offset:
+                            T.call_extern("int32", "atomicOr", T.address_of(masks[warp, ids[x]]), 1 << t)
             T.sync_warp()
 
         @T.prim_func
@@ -3179,7 +3213,7 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
             index: T.StridedTensor([B, Hk, N, topk], [i_b, i_h, i_n, i_t], index_dtype),
             boxes: T.Tensor([lists, capacity], i32),
             masks_out: T.Tensor([lists, capacity], i32),
-            counts: T.Tensor([lists, 4], i32),
+            counts: T.Tensor([lists, tiles.facts], i32),
             M: i32,
             block_size: i32,
             boxes_per_block: i32,
@@ -3188,6 +3222,8 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
         ):
             with T.Kernel(T.ceildiv(tiles_of_head, WARPS), Hk, B, threads=_LANES * WARPS) as (bx, h, b):
                 T.pdl_trigger()  # the kernel that walks them may be started, and waits by itself
+                if tiles.ordered:
+                    T.pdl_sync()  # the order
                 masks = T.alloc_shared([WARPS, _BLOCKS], i32)
                 thread = T.get_thread_binding()
                 lane = thread % _LANES
@@ -3210,14 +3246,29 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
                 steps = T.alloc_local([4], i32)  # of each kind
                 over = T.alloc_local([4], i32)  # boxes of each kind that go to masked steps, and where there
                 place = T.alloc_local([5], i32)
+                words = T.alloc_local([tiles.warpgroups], i32)
+                first_query = T.alloc_var(i32)
+                first_position = T.alloc_var(i32)  # of the first of them, and of the last
+                last_position = T.alloc_var(i32)
                 if tile < tiles_of_head:
                     row = (b * Hk + h) * tiles_of_head + tile
                     first_query = tile * TQ
-                    first_position = first_query + q_offset
+                    if tiles.ordered:
+                        first_query = first_query // WINDOW * WINDOW
+                        for w in warpgroups:
+                            words[w] = counts[row, 4 + w]
+                    places = SimpleNamespace(first_query=first_query, words=words)
+                    first_position = query_at(places, 0)
+                    last_position = query_at(places, TQ - 1)
+                    if tiles.ordered:
+                        for w in warpgroups:  # of which each has its queries in order
+                            first_position = T.min(first_position, query_at(places, w * HALF))
+                            last_position = T.max(last_position, query_at(places, w * HALF + (HALF - 1)))
+                    first_position = first_position + q_offset
+                    last_position = T.min(last_position, N - 1) + q_offset
                     stop = 0
-                    position = T.min(first_query + TQ, N) - 1 + q_offset
-                    if position >= 0:
-                        stop = T.min(T.truncdiv(M + block_size - 1, block_size), T.truncdiv(position, block_size) + 1)
+                    if last_position >= 0:
+                        stop = T.min(T.truncdiv(M + block_size - 1, block_size), T.truncdiv(last_position, block_size) + 1)
                     masked_steps = 0
                     for x in T.unroll(4):
                         found[x] = 0
@@ -3231,8 +3282,8 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
                             size = T.min(_BLOCKS, stop - start)
                             if fills == 0 or stop > _BLOCKS:
                                 n = SimpleNamespace(
-                                    first_query=first_query, start=start, size=size, stop=stop, block_size=block_size,
-                                    q_offset=q_offset,
+                                    first_query=first_query, words=words, start=start, size=size, stop=stop,
+                                    block_size=block_size, q_offset=q_offset,
                                 )  # fmt: skip
                                 collect(index, masks, warp, lane, b, h, n)
                             for z in T.serial((size * boxes_per_block + _LANES - 1) // _LANES):
@@ -3245,12 +3296,18 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
                                 kind = T.Select(position + BX > block_size, _MASKED, _BOTH)
                                 position = position + (block + start) * block_size
                                 box = box + start * boxes_per_block
-                                if position > first_position:  # not the queries before it
-                                    mask = T.Select(
-                                        position - first_position >= TQ,
-                                        0,
-                                        mask & (-1 << T.min(position - first_position, 31)),
-                                    )
+                                # Not the queries before it; before a whole block are none.
+                                if boxes_per_block > 1 and position > first_position:
+                                    if tiles.ordered:
+                                        for t in queries:
+                                            if query_at(places, t) + q_offset < position:
+                                                mask = mask & ~(1 << t)
+                                    else:
+                                        mask = T.Select(
+                                            position - first_position >= TQ,
+                                            0,
+                                            mask & (-1 << T.min(position - first_position, 31)),
+                                        )
                                 kind = T.Select(position + BX - 1 > first_position or position + BX > M, _MASKED, kind)
                                 if tiles.warpgroups == 2:
                                     kind = T.Select(kind == _BOTH and (mask & LOW) == 0, _SECOND, kind)
@@ -3314,6 +3371,181 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
         return sparse_attn_block_lists
 
 
+# === sparse_attn/backends/tilelang_hopper/order.py ===================================================================
+
+if SECTION == "backends.tilelang_hopper.order":  # annotations are values
+    """Which queries make a tile: those of a window that selected much the same.
+
+    The union kernel multiplies a warpgroup's queries by every block that any of them selected. With adjacent queries that
+    is, for a random selection, up to twice what they need; of more queries, some agree. They are taken greedily: the first
+    that is left, and then, until the warpgroup is full, whichever adds fewest blocks to those that are in.
+
+    A window at the end that is not full keeps its order, and so does a problem whose plan says that it would not gain.
+    """
+
+    from types import SimpleNamespace
+
+    import tilelang.language as T
+
+    from .plan import WINDOW, Tiles
+
+    _LANES = 32
+    # Windows of a block of the grid, one for each warp.
+    _WARPS = 4
+    # Queries of a window that a lane looks at.
+    _CANDIDATES = WINDOW // _LANES
+    _BITS = 32
+    # Ids of a query that a warp reads at once: all 32 would be bits of few words, whose atomics wait for each other; one of
+    # each of 32 queries would be as many lines of the L1.
+    _SIDE_BY_SIDE = 8
+    # Ids that a lane reads before it waits for them.
+    _AHEAD = 8
+    # Words of sets that are looked at together.
+    _TOGETHER = 4
+
+
+    def place_of(word, query):
+        """The place in the window of a warpgroup's query: byte ``query`` of its word."""
+        return T.cast(T.call_extern("uint32", "__byte_perm", word, 0, 0x4440 + query), "int32")  # the other bytes are 0's
+
+
+    def order_kernel(tiles: Tiles, index_dtype: str, words: int):
+        """The kernel that fills ``facts[:, 4:]`` of ``[B * Hk * tiles, 4 + warpgroups]``, to be compiled.
+
+        A word has a byte for each of a warpgroup's queries, in ascending order: its place in the window. There are up to
+        32 ``words`` blocks; other lengths are arguments of the kernel.
+        """
+        W, G, FACTS = tiles.warpgroups, tiles.queries // tiles.warpgroups, tiles.facts
+        # Of a query's set, one word more than it needs: lanes that read the same word of theirs hit different banks.
+        STRIDE = words + 1
+        ROWS = _LANES // _SIDE_BY_SIDE
+        candidates, members = tuple(range(_CANDIDATES)), tuple(range(1, G))
+        parts, together = tuple(range(0, words, _TOGETHER)), tuple(range(_TOGETHER))
+        B, Hk, N, topk, lists = (T.dynamic(name) for name in ("B", "Hk", "N", "topk", "lists"))
+        i_b, i_h, i_n, i_t = (T.dynamic(name, "int64") for name in ("i_b", "i_h", "i_n", "i_t"))
+        i32, u32 = T.int32, T.uint32
+
+        def least(key):
+            return T.call_extern("uint32", "__reduce_min_sync", T.cast(0xFFFFFFFF, u32), key)
+
+        @T.macro
+        def collect(index, sets, warp, lane, b, h, first, n):
+            """Bits of the blocks that each query selected, and of which it may see a key."""
+            ids = T.alloc_local([_AHEAD], i32)
+            slot = T.alloc_var(i32)
+            query = T.alloc_var(i32)
+            for z in T.serial(WINDOW * STRIDE // _LANES):
+                sets[warp, z * _LANES + lane] = T.cast(0, u32)
+            T.sync_warp()
+            for z in T.serial((topk + _SIDE_BY_SIDE - 1) // _SIDE_BY_SIDE):
+                slot = z * _SIDE_BY_SIDE + lane % _SIDE_BY_SIDE
+                for y in T.serial(WINDOW // (_AHEAD * ROWS)):
+                    for x in T.unroll(_AHEAD):
+                        query = (y * _AHEAD + x) * ROWS + lane // _SIDE_BY_SIDE
+                        ids[x] = -1
+                        if slot < topk:
+                            # Clamped before it is narrowed: an id may be any number.
+                            ids[x] = T.cast(T.max(T.min(index[b, h, first + query, slot], n.blocks), -1), i32)
+                    for x in T.unroll(_AHEAD):
+                        query = (y * _AHEAD + x) * ROWS + lane // _SIDE_BY_SIDE
+                        if ids[x] >= 0 and ids[x] < n.blocks:  # noqa: SIM102 -- before it is multiplied
+                            if ids[x] * n.block_size <= first + query + n.q_offset:
+                                T.call_extern(
+                                    "uint32", "atomicOr", T.address_of(sets[warp, query * STRIDE + ids[x] // _BITS]),
+                                    T.cast(1, u32) << T.cast(ids[x] % _BITS, u32),
+                                )  # fmt: skip
+            T.sync_warp()
+
+        @T.macro
+        def add(query, union, grown, sets, warp, lane, n):
+            """Put a query's blocks into ``union``; then ``grown`` is how many each candidate would add."""
+            T.clear(grown)
+            for z in parts:
+                if z * _BITS < n.blocks:
+                    for y in together:
+                        union[z + y] = union[z + y] | sets[warp, query * STRIDE + (z + y)]
+                        for x in candidates:
+                            grown[x] = grown[x] + T.cast(
+                                T.popcount(sets[warp, (x * _LANES + lane) * STRIDE + (z + y)] & ~union[z + y]), i32
+                            )
+
+        @T.prim_func
+        def sparse_attn_order(
+            index: T.StridedTensor([B, Hk, N, topk], [i_b, i_h, i_n, i_t], index_dtype),
+            facts: T.Tensor([lists, FACTS], i32),
+            blocks: i32,
+            block_size: i32,
+            q_offset: i32,
+            tiles_of_head: i32,
+        ):
+            with T.Kernel(T.ceildiv(N, WINDOW * _WARPS), Hk, B, threads=_LANES * _WARPS) as (bx, h, b):
+                T.pdl_trigger()  # the kernel that makes lists may be started, and waits by itself
+                sets = T.alloc_shared([_WARPS, WINDOW * STRIDE], u32)
+                thread = T.get_thread_binding()
+                lane = thread % _LANES
+                warp = thread // _LANES
+                union = T.alloc_local([words], u32)
+                grown = T.alloc_local([_CANDIDATES], i32)
+                found = T.alloc_local([G], i32)
+                first = T.alloc_var(i32)
+                row = T.alloc_var(i32)
+                left = T.alloc_var(i32)  # bit i: query 32 * i + lane is in no group yet
+                query = T.alloc_var(i32)
+                key = T.alloc_var(u32)
+                word = T.alloc_var(i32)
+                swap = T.alloc_var(i32)
+                first = (bx * _WARPS + warp) * WINDOW
+                row = (b * Hk + h) * tiles_of_head + T.truncdiv(first, tiles.queries)
+                if first + WINDOW <= N:
+                    n = SimpleNamespace(blocks=blocks, block_size=block_size, q_offset=q_offset)
+                    collect(index, sets, warp, lane, b, h, first, n)
+                    left = (1 << _CANDIDATES) - 1
+                    for group in T.serial(WINDOW // G):
+                        # The first query that is left.
+                        key = T.cast(WINDOW - 1, u32)
+                        for x in reversed(candidates):
+                            if ((left >> x) & 1) != 0:
+                                key = T.cast(x * _LANES + lane, u32)
+                        query = T.cast(least(key), i32)
+                        if query % _LANES == lane:
+                            left = left & ~(1 << (query // _LANES))
+                        found[0] = query
+                        for z in T.unroll(words):
+                            union[z] = T.cast(0, u32)
+                        for member in members:
+                            # The one that adds fewest blocks; of those the first.
+                            add(query, union, grown, sets, warp, lane, n)
+                            key = T.cast(0x7FFFFFFF, u32)
+                            for x in candidates:
+                                if ((left >> x) & 1) != 0:
+                                    key = T.min(key, T.cast(grown[x] * WINDOW + x * _LANES + lane, u32))
+                            query = T.cast(least(key), i32) % WINDOW
+                            if query % _LANES == lane:
+                                left = left & ~(1 << (query // _LANES))
+                            # Kept in order.
+                            swap = query
+                            for t in tuple(range(member)):
+                                word = T.max(found[t], swap)
+                                found[t] = T.min(found[t], swap)
+                                swap = word
+                            found[member] = swap
+                        word = 0
+                        for t in T.unroll(G):
+                            word = word | (found[t] << (8 * t))
+                        if lane == 0:
+                            facts[row + group // W, 4 + group % W] = word
+                elif first < N:
+                    for z in T.serial((WINDOW // G + _LANES - 1) // _LANES):
+                        query = (z * _LANES + lane) * G
+                        if first + query // tiles.queries * tiles.queries < N:
+                            word = 0
+                            for t in T.unroll(G):
+                                word = word | ((query + t) << (8 * t))
+                            facts[row + query // tiles.queries, 4 + query // G % W] = word
+
+        return sparse_attn_order
+
+
 # === sparse_attn/backends/tilelang_hopper/plan.py ====================================================================
 
 if SECTION == "backends.tilelang_hopper.plan":
@@ -3346,10 +3578,19 @@ if SECTION == "backends.tilelang_hopper.plan":
     # At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and
     # v, 128 for products); at a quarter of it for the tensor cores (506).
     _SLOW_RATE = 2048
-    # Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the
-    # exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32. So it was
-    # at fce11c4, when that kernel looked for maxima at each step: today's has not been timed.
-    _WASTE = 1.5
+    # Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on it pays
+    # to multiply less, all else being slower. By `python -m bench.model`, on an H20, for 58 ms of the union at 1.93
+    # (statement large-2): 45 of the exact kernel, 52 with queries dealt into tiles (`order.py`). For 8.5 at 1.32 (large-1):
+    # 8.3, and 8.1. On an H200, measured: dealt into tiles, 12.6 ms for 13.7 at 1.93, nothing gained at 1.32.
+    _EXACT_FROM = 1.5
+    _ORDERED_FROM, _ORDERED_FROM_IF_SLOW = 1.5, 1.25
+
+    # Adjacent queries that are dealt into tiles; a place among them is a byte.
+    WINDOW = 128
+    # Of so many blocks at most: a mask of each query's lies in shared memory.
+    MAX_ORDERED_BLOCKS = 1024
+    # And of so many windows at least: to deal out one takes as long as those of all multiprocessors beside it.
+    _FEW_WINDOWS = 256
 
     # Blocks of the exact kernel that share a multiprocessor.
     BLOCKS = 2
@@ -3367,6 +3608,7 @@ if SECTION == "backends.tilelang_hopper.plan":
             warpgroups: that multiply, 1 or 2.
             k_stages, v_stages: steps that are loaded ahead, powers of two; with two warpgroups v needs 4 or more, since a
                 warpgroup keeps a stage of v while it leaves out a step.
+            ordered: whether a tile's queries are those of a window that ``order.py`` put together; else adjacent ones.
         """
 
         heads: int
@@ -3378,6 +3620,12 @@ if SECTION == "backends.tilelang_hopper.plan":
         warpgroups: int
         k_stages: int
         v_stages: int
+        ordered: bool = False
+
+        @property
+        def facts(self) -> int:
+            """Numbers that are kept of a list: of its steps, and of which queries it is."""
+            return 4 + (self.warpgroups if self.ordered else 0)
 
         @property
         def D_padded(self) -> int:
@@ -3396,21 +3644,39 @@ if SECTION == "backends.tilelang_hopper.plan":
             return 2 * (q + self.BN * (self.k_stages * self.D_padded + self.v_stages * self.Dv_padded))
 
 
-    def exact_tiles(sms: int, g: int, D: int, Dv: int, block_size: int) -> Tiles | None:
-        """Tiles of the exact kernel if a GPU with ``sms`` multiprocessors calls for it and it can run this; else None.
+    def choose(
+        sms: int, g: int, D: int, Dv: int, block_size: int, num_blocks: int, windows: int, waste: float
+    ) -> tuple[Tiles, bool]:
+        """Choose tiles, and whether they are the exact kernel's; else they are the union kernel's.
 
-        It has 16 heads, boxes of 64 keys, and sums of up to 128 features.
+        Args:
+            sms: multiprocessors of the GPU.
+            g, D, Dv, block_size: as for ``plan``.
+            num_blocks: of a key/value head.
+            windows: full ones, of all key/value heads and batch entries.
+            waste: as ``expected_waste`` has it.
         """
-        if _RATES.get(sms, _FULL_RATE) > _SLOW_RATE:
-            return None
+        slow = _RATES.get(sms, _FULL_RATE) <= _SLOW_RATE
+        if slow and waste > _EXACT_FROM and (tiles := exact_tiles(g, D, Dv, block_size)):
+            return tiles, True
+        tiles = plan(g, D, Dv, block_size)
+        if waste > (_ORDERED_FROM_IF_SLOW if slow else _ORDERED_FROM) and windows >= _FEW_WINDOWS:
+            tiles = ordered_tiles(tiles, num_blocks) or tiles
+        return tiles, False
+
+
+    def exact_tiles(g: int, D: int, Dv: int, block_size: int) -> Tiles | None:
+        """Tiles of the exact kernel if it can run this: it has 16 heads, boxes of 64 keys, sums of up to 128 features."""
         if heads_of_tile(g) != 16 or block_size % 64 != 0 or max(D, Dv) > 128:
             return None
         return Tiles(16, 4, 64, 64, D, Dv, 1, 2, 2)
 
 
-    def wastes(N: int, M: int, topk: int, block_size: int, first_block: int) -> bool:
-        """Whether the union kernel would multiply much that nobody selected; the first query is in ``first_block``."""
-        return expected_waste(N, -(-M // block_size), topk, block_size, first_block) > _WASTE
+    def ordered_tiles(tiles: Tiles, num_blocks: int) -> Tiles | None:
+        """``tiles`` for queries that are dealt into them, if they can be: a warpgroup has several, and a word for them."""
+        if not 2 <= tiles.queries // tiles.warpgroups <= 4 or num_blocks > MAX_ORDERED_BLOCKS:
+            return None
+        return tiles._replace(ordered=True)
 
 
     @lru_cache(maxsize=4096)
@@ -3728,6 +3994,7 @@ __device__ __forceinline__ void sparse_attn_stage(
                 b = next_place[1]
                 head = next_place[2]
                 first = next_place[4]
+                tile = SimpleNamespace(first=first)
                 heads = next_place[5]
                 masked = next_counts[0]
                 total = next_counts[0] + next_counts[1]
@@ -3793,9 +4060,9 @@ __device__ __forceinline__ void sparse_attn_stage(
                             T.copy(p[i], mem.p[i, :, :])
                     T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                     if t < masked:
-                        do.look(any_hidden, lambda x: box[0], mask, first, n)
+                        do.look(any_hidden, lambda x: box[0], mask, tile, n)
                         if any_hidden != 0:
-                            do.zero_hidden(mem, thread, c, lambda x: box[0], mask, first, n)
+                            do.zero_hidden(mem, thread, c, lambda x: box[0], mask, tile, n)
                     T.fence_proxy_async()
                     T.sync_threads(FIRST_BARRIER, 128)
                     for i in queries:
@@ -3895,7 +4162,8 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
 
     import tilelang.language as T
 
-    from .plan import Tiles
+    from .order import place_of
+    from .plan import WINDOW, Tiles
 
     # Features of a box of TMA: 128 bytes, the widest swizzle.
     COLUMNS = 64
@@ -3949,7 +4217,11 @@ __device__ __forceinline__ void sparse_attn_store(
 
 
     def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
-        """Macros for tiles of one shape. Fragments have 64 rows for each warpgroup, of its own queries."""
+        """Macros for tiles of one shape. Fragments have 64 rows for each warpgroup, of its own queries.
+
+        A tile is its first query; where tiles are ordered, its window's first query, and a word for each warpgroup.
+        """
+        ordered = tiles.ordered
         HP, BN, BX, W = tiles.heads, tiles.BN, tiles.box, tiles.warpgroups
         DV, KST, VST = tiles.Dv, tiles.k_stages, tiles.v_stages
         TQ, P, ROWS = tiles.queries, BN // BX, WARPGROUP_ROWS * W
@@ -3957,12 +4229,22 @@ __device__ __forceinline__ void sparse_attn_store(
         DVP = tiles.Dv_padded
         K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
         # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
-        boxes = tuple(range(P))
+        boxes, warpgroups = tuple(range(P)), tuple(range(W))
         q_columns, v_columns = tuple(range(0, tiles.D_padded, COLUMNS)), tuple(range(0, DVP, COLUMNS))
         # Which head and query of the tile a row is: such that the boxes in which q is loaded are as large as they can be.
         query_major = HP >= TW
         head_of = (lambda r: r % HP) if query_major else (lambda r: r % WARPGROUP_ROWS // TW)
         query_of = (lambda r: r // HP) if query_major else (lambda r: r // WARPGROUP_ROWS * TW + r % TW)
+        words = W if ordered else 0
+
+        def query_at(tile, t, w):
+            """Query ``t`` of a tile, of warpgroup ``w``."""
+            return tile.first + (place_of(tile.words[w], t % TW) if ordered else t)
+
+        def query_of_row(tile, r):
+            """The query of a row of this warpgroup."""
+            return tile.first + (place_of(tile.own[0], query_of(r) % TW) if ordered else query_of(r))
+
         # What a step of the list says is read one step ahead, unless that takes too many registers.
         ahead = P <= 4
         f32, i32 = T.float32, T.int32
@@ -3987,6 +4269,8 @@ __device__ __forceinline__ void sparse_attn_store(
             place[5] = (place[0] - place[3] * n.chunks) * HP
             place[0] = place[3] * n.tiles + place[4]
             place[4] = place[4] * TQ
+            if ordered:
+                place[4] = place[4] // WINDOW * WINDOW
             place[1] = T.truncdiv(place[3], n.Hk)
             place[3] = place[3] - place[1] * n.Hk
             place[2] = place[3] * n.g + place[5]
@@ -4015,35 +4299,40 @@ __device__ __forceinline__ void sparse_attn_store(
                     then[x] = values[listed, t * P + x]
 
         @T.macro
-        def whereabouts(block: T.Ref, start: T.Ref, hidden: T.Ref, box, mask, first, n):
+        def whereabouts(block: T.Ref, start: T.Ref, hidden: T.Ref, box, mask, tile, n):
             """Of a box: its block's first key, its own in the block, its first key behind all queries that take it."""
             start = box
             block = T.truncdiv(start, n.boxes_per_block)
             start = (start - block * n.boxes_per_block) * BX
             block = block * n.block_size
-            hidden = first + n.q_offset + 32 - T.call_extern("int32", "__clz", mask) - block - start
-            if mask == 0:
-                hidden = 0  # noqa: F841 -- arguments that are references are assigned to
+            hidden = 0
+            if ordered:
+                for w in warpgroups:  # a warpgroup's queries are in order
+                    part = (mask >> (w * TW)) & ((1 << TW) - 1)
+                    last = query_at(tile, T.max(31 - T.call_extern("int32", "__clz", part), 0), w)
+                    hidden = T.max(hidden, T.Select(part != 0, last + n.q_offset + 1 - block - start, 0))
+            elif mask != 0:
+                hidden = tile.first + n.q_offset + 32 - T.call_extern("int32", "__clz", mask) - block - start
 
         @T.macro
-        def look(any_hidden: T.Ref, box_of, mask, first, n):
+        def look(any_hidden: T.Ref, box_of, mask, tile, n):
             """Whether some key of a step's boxes is behind all queries that take it: ``box_of(x)``, with these masks."""
             block = T.alloc_var(i32)
             start = T.alloc_var(i32)
             hidden = T.alloc_var(i32)
             any_hidden = 0
             for x in boxes:
-                whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+                whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
                 any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
 
         @T.macro
-        def zero_hidden(mem, thread, step, box_of, mask, first, n):
+        def zero_hidden(mem, thread, step, box_of, mask, tile, n):
             """Zero values behind all queries that take their box: they may be NaN, never having been written."""
             block = T.alloc_var(i32)
             start = T.alloc_var(i32)
             hidden = T.alloc_var(i32)
             for x in boxes:
-                whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+                whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
                 for z in T.unroll(-(-BX * DVP // _VECTOR // 128)):
                     r = (z * 128 + thread) // (DVP // _VECTOR)
                     d = (z * 128 + thread) % (DVP // _VECTOR) * _VECTOR
@@ -4052,18 +4341,18 @@ __device__ __forceinline__ void sparse_attn_store(
                             mem.v[step & (VST - 1), x * BX + r, d + y] = 0
 
         @T.macro
-        def hide(s, limit, box_of, mask, first, n):
+        def hide(s, limit, box_of, mask, tile, n):
             """Scores of keys that a row does not see become -inf."""
             block = T.alloc_var(i32)
             start = T.alloc_var(i32)
             hidden = T.alloc_var(i32)
             for x in boxes:
-                whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+                whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
                 for r in T.Parallel(ROWS):
                     limit[r] = T.Select(
                         ((mask[x] >> query_of(r)) & 1) != 0,
                         T.min(
-                            T.min(first + query_of(r) + n.q_offset, n.M - 1) - block - start,
+                            T.min(query_of_row(tile, r) + n.q_offset, n.M - 1) - block - start,
                             n.block_size - start - 1,
                         ),
                         -1,
@@ -4116,7 +4405,7 @@ __device__ __forceinline__ void sparse_attn_store(
                     o[r, d] *= row.alpha[r]
 
         @T.macro
-        def store(mem, thread, o, row, seen, b, head, heads, first, n):
+        def store(mem, thread, o, row, seen, b, head, heads, tile, n):
             """Results; lse where it is asked for.
 
             A query whose bit in ``seen`` is not set took no box: 0 and -inf, whatever it holds. Its maximum is -inf.
@@ -4125,8 +4414,8 @@ __device__ __forceinline__ void sparse_attn_store(
                 row.sum[r] = T.Select(((seen >> query_of(r)) & 1) != 0, row.sum[r], T.cast(0, f32))
             if n.want_lse != 0:
                 for r in T.Parallel(ROWS):
-                    if head_of(r) < heads and first + query_of(r) < n.N:
-                        mem.lse[b, head + head_of(r), first + query_of(r)] = (
+                    if head_of(r) < heads and query_of_row(tile, r) < n.N:
+                        mem.lse[b, head + head_of(r), query_of_row(tile, r)] = (
                             row.m[r] * n.scale + T.log2(row.sum[r])
                         ) * 0.6931471805599453
             for r in T.Parallel(ROWS):
@@ -4139,10 +4428,10 @@ __device__ __forceinline__ void sparse_attn_store(
                 f"sparse_attn_store<{DV}, {DVP}, {str(dtype == 'bfloat16').lower()}>",
                 o.access_ptr("r"),
                 row.tmp.access_ptr("r"),
-                T.address_of(mem.out[b, head + head_of(r0), first + query_of(r0), 0]),
-                T.address_of(mem.out[b, head + head_of(r1), first + query_of(r1), 0]),
-                head_of(r0) < heads and first + query_of(r0) < n.N,
-                head_of(r1) < heads and first + query_of(r1) < n.N,
+                T.address_of(mem.out[b, head + head_of(r0), query_of_row(tile, r0), 0]),
+                T.address_of(mem.out[b, head + head_of(r1), query_of_row(tile, r1), 0]),
+                head_of(r0) < heads and query_of_row(tile, r0) < n.N,
+                head_of(r1) < heads and query_of_row(tile, r1) < n.N,
             )
 
         @T.macro
@@ -4203,9 +4492,9 @@ __device__ __forceinline__ void sparse_attn_store(
                         next_box[x] = first_box[x]
 
         return SimpleNamespace(
-            locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden,
-            exponentiate=exponentiate, rescale=rescale, store=store, load_keys_and_values=load_keys_and_values,
-            query_of=query_of, query_major=query_major, ahead=ahead,
+            locate=locate, turns_of=turns_of, query_at=query_at, words=words, take=take,
+            prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+            store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
         )  # fmt: skip
 
 
@@ -4247,7 +4536,7 @@ __device__ __forceinline__ void sparse_attn_store(
             V: T.StridedTensor([B, Hk, keys, DV], [v_b, v_h, v_n, 1], dtype),
             list_boxes: T.Tensor([lists, capacity], i32),
             list_masks: T.Tensor([lists, capacity], i32),
-            list_counts: T.Tensor([lists, 4], i32),
+            list_counts: T.Tensor([lists, tiles.facts], i32),
             out: T.Tensor([B, Hq, N, DV], dtype),
             lse: T.Tensor([l_b, l_h, l_n], f32),
             scale: f32,
@@ -4281,10 +4570,10 @@ __device__ __forceinline__ void sparse_attn_store(
 if SECTION == "backends.tilelang_hopper.union":  # annotations are values
     """The union kernel for Hopper: warps that load, and warpgroups that multiply, walk the union of a tile's blocks once.
 
-    A tile is 4 queries of 16 heads (or 8 of 8, ...) for each warpgroup: the 64 rows of a wgmma. Two warpgroups share what
-    is loaded, 128 keys a step, and each leaves out the steps that none of its own queries selected. A block stays on its
-    multiprocessor for the whole launch and takes one tile after the other: loads for the next begin while the last is
-    being finished.
+    A tile is 4 queries of 16 heads (or 8 of 8, ...) for each warpgroup: the 64 rows of a wgmma. They are adjacent, or those
+    that ``order.py`` put together. Two warpgroups share what is loaded, 128 keys a step, and each leaves out the steps that
+    none of its own queries selected. A block stays on its multiprocessor for the whole launch and takes one tile after the
+    other: loads for the next begin while the last is being finished.
 
     The softmax is FlashAttention-3's inner overlap (Shah et al., 2024, algorithm 2): scores of a step are multiplied while
     the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a
@@ -4327,10 +4616,12 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
             T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
 
         @T.macro
-        def look_ahead(mem, place, counts, masks, boxes):
+        def look_ahead(mem, place, counts, words, masks, boxes):
             """What the list of the next tile begins with."""
             for x in T.unroll(4):
                 counts[x] = mem.counts[place[0], x]
+            for x in T.unroll(do.words):
+                words[x] = mem.counts[place[0], 4 + x]
             do.prefetch(masks, mem.masks, place[0], 0)
             do.prefetch(boxes, mem.boxes, place[0], 0)
 
@@ -4347,6 +4638,8 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
             box = T.alloc_local([P if do.ahead else 1], i32)
             next_mask, next_box, first_mask, first_box = (T.alloc_local([P if do.ahead else 1], i32) for _ in range(4))
             next_counts = T.alloc_local([4], i32)
+            next_words, words = (T.alloc_local([max(1, do.words)], i32) for _ in range(2))
+            own = T.alloc_local([1], i32)  # this warpgroup's
             next_place = T.alloc_local([6], i32)
             listed = T.alloc_var(i32)
             b = T.alloc_var(i32)
@@ -4369,7 +4662,7 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
             c = 0
             do.turns_of(turns, cta, grid, n)
             do.locate(next_place, 0, cta, grid, n)
-            look_ahead(mem, next_place, next_counts, first_mask, first_box)
+            look_ahead(mem, next_place, next_counts, next_words, first_mask, first_box)
             for item in T.serial(turns):
                 if do.ahead:
                     for x in T.unroll(P):
@@ -4379,6 +4672,12 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
                 b = next_place[1]
                 head = next_place[2]
                 first = next_place[4]
+                for x in T.unroll(do.words):
+                    words[x] = next_words[x]
+                own[0] = words[0]
+                if do.words == 2:
+                    own[0] = T.Select(w == 0, words[0], words[1])
+                tile = SimpleNamespace(first=first, words=words, own=own)
                 heads = next_place[5]
                 masked = next_counts[0]
                 total = next_counts[0] + next_counts[1] + next_counts[2] + next_counts[3]
@@ -4388,7 +4687,7 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
                     ahead_of = next_counts[3] - next_counts[2]
                     end = end - T.max(T.Select(w == 0, ahead_of, -ahead_of), 0)
                 do.locate(next_place, item + 1, cta, grid, n)
-                look_ahead(mem, next_place, next_counts, first_mask, first_box)
+                look_ahead(mem, next_place, next_counts, next_words, first_mask, first_box)
                 seen = 0
                 T.fill(o, 0)
                 T.fill(row.sum, 0)
@@ -4406,18 +4705,18 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
                     multiply(mem, s, c)
                     do.prefetch(next_mask, mem.masks, listed, t + 1)
                     do.prefetch(next_box, mem.boxes, listed, t + 1)
-                    do.look(any_hidden, box_of, mask, first, n)
+                    do.look(any_hidden, box_of, mask, tile, n)
                     T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                     if any_hidden != 0:
                         # Both warpgroups write the same zeros: neither waits for the other.
-                        do.zero_hidden(mem, thread % 128, c, box_of, mask, first, n)
+                        do.zero_hidden(mem, thread % 128, c, box_of, mask, tile, n)
                         T.fence_proxy_async()
                         T.sync_threads(FIRST_BARRIER + w, 128)
                     T.wait_wgmma(0)
                     T.barrier_arrive(mem.k_free[c & (KST - 1)])
                     if t == end - 1:
                         T.barrier_arrive(mem.q_free[w])
-                    do.hide(s, limit, box_of, mask, first, n)
+                    do.hide(s, limit, box_of, mask, tile, n)
                     do.exponentiate(s, row, None, n.scale, grown)
                     do.rescale(o, row, grown)
                     T.copy(s, p)
@@ -4471,23 +4770,34 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
                         c = c + 1
                 else:
                     T.barrier_arrive(mem.q_free[w])
-                do.store(mem, thread, o, row, seen, b, head, heads, first, n)
+                do.store(mem, thread, o, row, seen, b, head, heads, tile, n)
 
         @T.macro
         def load_queries(mem, n, cta, grid):
             """Another warp's part."""
             place = T.alloc_local([6], i32)
+            words = T.alloc_local([max(1, do.words)], i32)
+            first = T.alloc_var(i32)
             turns = T.alloc_var(i32)
             do.turns_of(turns, cta, grid, n)
             for item in T.serial(turns):
                 do.locate(place, item, cta, grid, n)
+                for x in T.unroll(do.words):
+                    words[x] = mem.counts[place[0], 4 + x]
+                first = place[4]
+                tile = SimpleNamespace(first=first, words=words)
                 for w in warpgroups:
                     T.barrier_wait(mem.q_free[w], (item & 1) ^ 1)
                     for y in q_columns:
                         for i in loads:
                             if do.query_major:
                                 T.tma_copy(
-                                    mem.Q[place[1], place[2] : place[2] + HP, place[4] + (w * TW + i), y : y + COLUMNS],
+                                    mem.Q[
+                                        place[1],
+                                        place[2] : place[2] + HP,
+                                        do.query_at(tile, w * TW + i, w),
+                                        y : y + COLUMNS,
+                                    ],
                                     mem.q[
                                         w * WARPGROUP_ROWS + i * HP : w * WARPGROUP_ROWS + (i * HP + HP), y : y + COLUMNS
                                     ],

@@ -115,10 +115,23 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
 @pytest.fixture
 def exact_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The TileLang backend's exact kernel wherever it can run."""
+    _choose_on(78, monkeypatch)
+
+
+@pytest.fixture
+def ordered_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries dealt into tiles by what they selected, wherever the TileLang backend's union kernel can do so."""
+    _choose_on(132, monkeypatch)
+
+
+def _choose_on(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the TileLang backend chooses on such a GPU for a large problem in which queries have little in common."""
     from sparse_attn.backends.tilelang_hopper import adapter, plan
 
-    monkeypatch.setattr(adapter, "exact_tiles", lambda _, *problem: plan.exact_tiles(78, *problem))
-    monkeypatch.setattr(adapter, "wastes", lambda *problem: True)
+    def choose(_sms, g, D, Dv, block_size, num_blocks, _windows, _waste):
+        return plan.choose(multiprocessors, g, D, Dv, block_size, num_blocks, 10**6, 4.0)
+
+    monkeypatch.setattr(adapter, "choose", choose)
     monkeypatch.setattr(adapter, "_call", adapter._call.__wrapped__)  # keeps what it answered
 
 

@@ -228,6 +228,14 @@ template <typename A, typename B> auto min(A a, B b) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int byte = selector >> 4 * i & 7;
+    result |= ((byte < 4 ? x : y) >> byte % 4 * 8 & 255) << 8 * i;
+  }
+  return result;
+}
 constexpr float CUDART_INF_F = INFINITY;
 
 // --- warps, barriers -------------------------------------------------------------------------------------------------
@@ -256,6 +264,10 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, int distance) {
 }
 template <typename T> T __shfl_sync(unsigned, T x, int lane, int = 32) {
   return emulated::from_bits<T>(emulated_exchange(emulated::to_bits(x), lane));
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned x) {
+  for (int d = 1; d < 32; d *= 2) x = std::min(x, __shfl_xor_sync(mask, x, d));
+  return x;
 }
 inline void __syncthreads() { emulated::meet(emulated::barriers[0], emulated::threads); }
 inline int emulated_any(int barrier, int count, int condition) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -21,14 +22,17 @@ from sparse_attn.backends.tilelang_hopper import compiled
 from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend, for_tma, packed, packed_block
 from sparse_attn.backends.tilelang_hopper.block_lists import block_lists_kernel
 from sparse_attn.backends.tilelang_hopper.exact import exact_kernel
+from sparse_attn.backends.tilelang_hopper.order import order_kernel
 from sparse_attn.backends.tilelang_hopper.plan import (
     BLOCKS,
     SHARED_BYTES,
+    WINDOW,
     Tiles,
+    choose,
     exact_tiles,
     expected_waste,
+    ordered_tiles,
     plan,
-    wastes,
 )
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 from sparse_attn.contract import Device, Problem
@@ -50,6 +54,8 @@ VARIANTS = {
     "block16": plan(16, 128, 128, 16),
     "d256": plan(8, 256, 256, 64),
     "d192_dv128_block8": plan(16, 192, 128, 8),
+    "ordered": ordered_tiles(plan(16, 128, 128, 64), 1),
+    "ordered_group32_d256": ordered_tiles(plan(32, 256, 256, 64), 1),
 }
 
 
@@ -78,7 +84,7 @@ def test_union_kernels_compile(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("D", "dtype"), [(64, "float16"), (128, "float16"), (128, "bfloat16")])
 def test_exact_kernels_compile(D: int, dtype: str) -> None:
-    tiles = exact_tiles(78, 16, D, D, 64)
+    tiles = exact_tiles(16, D, D, 64)
     source = lower(exact_kernel(tiles, dtype)).source
     assert "wgmma" in source
     # Of a multiprocessor's 228 KiB, each block takes 1 KiB for the system.
@@ -94,11 +100,21 @@ def test_exact_kernels_compile(D: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("name", ["contest", "group1", "d192_dv128_block8"])
+@pytest.mark.parametrize("name", ["contest", "group1", "d192_dv128_block8", "ordered", "ordered_group32_d256"])
 def test_list_kernels_compile(name: str, index_dtype: str) -> None:
     source = lower(block_lists_kernel(VARIANTS[name], index_dtype)).source
     assert "__syncthreads" not in source
     assert "__syncwarp" in source
+    if NVCC is None:
+        pytest.skip("lowered; needs nvcc to be compiled")
+    assert compile_source(source).spills == 0
+
+
+@pytest.mark.parametrize(("words", "index_dtype"), [(8, "int32"), (32, "int64")])
+@pytest.mark.parametrize("name", ["ordered", "ordered_group32_d256"])
+def test_order_kernels_compile(name: str, words: int, index_dtype: str) -> None:
+    source = lower(order_kernel(VARIANTS[name], index_dtype, words)).source
+    assert "__syncthreads" not in source
     if NVCC is None:
         pytest.skip("lowered; needs nvcc to be compiled")
     assert compile_source(source).spills == 0
@@ -131,14 +147,35 @@ def test_tiles_fit() -> None:
 
 def test_exact_kernel_is_for_slow_products() -> None:
     """By the number of multiprocessors, and where the union of 4 queries is expected to be much more than each took."""
-    assert exact_tiles(78, 16, 128, 128, 64) == Tiles(16, 4, 64, 64, 128, 128, 1, 2, 2)
-    assert exact_tiles(78, 9, 128, 64, 128) == Tiles(16, 4, 64, 64, 128, 64, 1, 2, 2)
-    for sms, g, D, block_size in ((132, 16, 128, 64), (78, 8, 128, 64), (78, 16, 192, 64), (78, 16, 128, 32)):
-        assert exact_tiles(sms, g, D, D, block_size) is None
-    assert wastes(8192, 8192, 32, 64, 0)
-    assert not wastes(1024, 1024, 16, 64, 0)
-    assert not wastes(1, 64, 1, 64, 63)
-    assert not wastes(8, 64, 1, 64, -100)
+
+    def chosen(sms: int, g: int, D: int, block_size: int, waste: float) -> Tiles | None:
+        tiles, exact = choose(sms, g, D, D, block_size, 10**6, 10**6, waste)
+        return tiles if exact else None
+
+    assert chosen(78, 16, 128, 64, 1.9) == Tiles(16, 4, 64, 64, 128, 128, 1, 2, 2)
+    assert chosen(78, 9, 64, 128, 1.9) == Tiles(16, 4, 64, 64, 64, 64, 1, 2, 2)
+    for problem in ((132, 16, 128, 64, 1.9), (78, 16, 128, 64, 1.3), (78, 8, 128, 64, 1.9), (78, 16, 192, 64, 1.9)):
+        assert chosen(*problem) is None
+    assert chosen(78, 16, 128, 32, 1.9) is None
+
+
+def test_queries_are_dealt_where_that_pays() -> None:
+    """Many windows of queries that have little in common, blocks of which there are not too many."""
+    assert WINDOW == model.WINDOW
+
+    def chosen(sms: int, g: int, D: int, num_blocks: int, windows: int, waste: float) -> bool:
+        tiles, exact = choose(sms, g, D, D, 64, num_blocks, windows, waste)
+        assert not exact
+        return tiles.ordered
+
+    assert chosen(132, 16, 128, 128, 2048, 1.9)
+    assert chosen(132, 32, 256, 1024, 256, 1.9)
+    assert not chosen(132, 16, 128, 128, 2048, 1.3)
+    assert chosen(78, 16, 128, 128, 2048, 1.3)
+    assert not chosen(132, 16, 128, 1025, 2048, 1.9)
+    assert not chosen(132, 16, 128, 128, 255, 1.9)
+    assert not chosen(132, 8, 128, 128, 2048, 1.9)
+    assert not chosen(132, 64, 128, 128, 2048, 1.9)
 
 
 def test_expected_waste() -> None:
@@ -148,6 +185,8 @@ def test_expected_waste() -> None:
     selected = model.selection(cases.make_index(one, "random", torch.device("cpu"), 0)[0, 0], 32)
     measured = 4 * model.walked(selected, 4) / model.walked(selected, 1)
     assert expected_waste(2048, 32, 8, 64, 0) == pytest.approx(measured, rel=0.02)
+    assert expected_waste(1024, 16, 16, 64, 0) == expected_waste(1, 1, 1, 64, 63) == 1
+    assert expected_waste(8, 1, 1, 64, -100) == 1
 
 
 def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +294,9 @@ def test_packed_blocks() -> None:
      (9, 20000, 8, 12, 16, 19000), (300, 4096, 64, 20, 16, 3796), (64, 700, 256, 2, 64, 636)],
 )  # fmt: skip
 @pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("ordered", [False, True])
 def test_block_lists(
-    N: int, M: int, block_size: int, topk: int, g: int, q_offset: int, D: int, hopper: torch.device
+    N: int, M: int, block_size: int, topk: int, g: int, q_offset: int, D: int, ordered: bool, hopper: torch.device
 ) -> None:
     """Against sets and dictionaries in Python: what each list holds, and in which steps."""
     generator = torch.Generator().manual_seed(0)
@@ -267,21 +307,36 @@ def test_block_lists(
     count = -(-N // T)
     capacity = min(num_blocks * per_block, T * topk * per_block) + 2 * P
     boxes, masks = (torch.full((4 * count, capacity), -7, dtype=torch.int32, device=hopper) for _ in range(2))
-    counts = torch.full((4 * count, 4), -7, dtype=torch.int32, device=hopper)
+    if ordered:
+        tiles = ordered_tiles(tiles, num_blocks)
+        if tiles is None:
+            pytest.skip("these tiles have adjacent queries only")
+    counts = torch.full((4 * count, tiles.facts), -7, dtype=torch.int32, device=hopper)
+    if ordered:
+        compiled.order(tiles, "int32", num_blocks)(index.to(hopper), counts, num_blocks, block_size, q_offset, count)
     compiled.block_lists(tiles, "int32")(
         index.to(hopper), boxes, masks, counts, M, block_size, per_block, q_offset, count
     )
     boxes, masks, counts = (x.cpu().tolist() for x in (boxes, masks, counts))
     half = T // tiles.warpgroups
     low = (1 << half) - 1
+    dealt: dict[tuple[int, int], list[int]] = defaultdict(list)
     for row, (b, h, tile) in enumerate(itertools.product(range(2), range(2), range(count))):
         expected: dict[int, int] = {}
-        for i in range(tile * T, min(N, tile * T + T)):
+        queries = list(range(tile * T, tile * T + T))
+        if ordered:
+            places = [word >> 8 * i & 255 for word in counts[row][4:] for i in range(half)]
+            queries = [tile * T // WINDOW * WINDOW + place for place in places]
+            assert all(queries[w : w + half] == sorted(queries[w : w + half]) for w in range(0, T, half))
+        dealt[b, h] += queries
+        for bit, i in enumerate(queries):
+            if i >= N:
+                continue
             for block in set(index[b, h, i].tolist()):
                 for box in range(block * per_block, (block + 1) * per_block):
                     if 0 <= block < num_blocks and box * BX <= i + q_offset:
-                        expected[box] = expected.get(box, 0) | 1 << i - tile * T
-        masked, both, first, second = counts[row]
+                        expected[box] = expected.get(box, 0) | 1 << bit
+        masked, both, first, second = counts[row][:4]
         got = {}
         steps = []
         for step in range(masked + both + first + second):
@@ -297,7 +352,7 @@ def test_block_lists(
         for entries in steps[masked:]:
             assert all(mask for _, mask in entries)
             for box, _ in entries:
-                assert (box + 1) * BX - 1 <= tile * T + q_offset
+                assert (box + 1) * BX - 1 <= min(queries) + q_offset
                 assert (box + 1) * BX <= M
             needs = {(bool(mask & low), bool(mask >> half)) for _, mask in entries}
             assert len(needs) == 1
@@ -313,6 +368,36 @@ def test_block_lists(
             assert ".." not in gaps
         # What is padded is a box that nobody selected.
         assert sum(not mask for entries in steps for _, mask in entries) < P
+    for queries in dealt.values():
+        assert sorted(i for i in queries if i < N) == list(range(N))
+
+
+@pytest.mark.parametrize(("topk", "blocks"), [(6, 64), (24, 64), (16, 300)])
+def test_order(topk: int, blocks: int, hopper: torch.device) -> None:
+    """Each warpgroup's queries: the first that is left, and then whichever adds fewest blocks, the first of those."""
+    N, block_size, q_offset = 300, 64, 64 * blocks - 300
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(1, 2, N, blocks, generator=generator).argsort(-1)[..., :topk].to(torch.int32)
+    tiles = ordered_tiles(plan(16, 128, 128, block_size), blocks)
+    counts = torch.full((2 * -(-N // 8), tiles.facts), -7, dtype=torch.int32, device=hopper)
+    compiled.order(tiles, "int32", blocks)(index.to(hopper), counts, blocks, block_size, q_offset, -(-N // 8))
+    for h, found in enumerate(counts[:, 4:].reshape(2, -1).tolist()):
+        for window in range(N // WINDOW):
+            first = window * WINDOW
+            left = list(range(WINDOW))
+            chosen = [
+                {b for b in index[0, h, first + i].tolist() if b * block_size <= first + i + q_offset} for i in left
+            ]
+            for word in found[window * WINDOW // 4 : (window + 1) * WINDOW // 4]:
+                group: list[int] = []
+                union: set[int] = set()
+                for _ in range(4):
+                    best = min(left, key=lambda i: (len(chosen[i] - union) if union else 0, i))
+                    left.remove(best)
+                    group.append(best)
+                    union |= chosen[best]
+                assert [word >> 8 * i & 255 for i in range(4)] == sorted(group)
+        assert found[N // WINDOW * WINDOW // 4] == 0x03020100
 
 
 # --- on a Hopper GPU --------------------------------------------------------------------------------------------------
@@ -324,7 +409,7 @@ def exact_tiles_of(x: Inputs) -> Tiles | None:
     D, Dv = (-(-n // 8) * 8 for n in (problem.D, problem.Dv))
     empty = 0 in (problem.B, problem.N, problem.M, problem.topk, problem.Dv)
     size = -(-problem.M // 128) * 128 if problem.block_size >= problem.M else packed_block(problem.block_size)
-    return None if empty else exact_tiles(78, problem.group, D, Dv, size)
+    return None if empty else exact_tiles(problem.group, D, Dv, size)
 
 
 @on_hopper
@@ -335,7 +420,16 @@ def test_exact_kernel(case: str, dtype: torch.dtype, device: torch.device, exact
 
 
 @on_hopper
-def test_exact_kernel_at_scale(device: torch.device, exact_everywhere: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_ordered(case: str, dtype: torch.dtype, device: torch.device, ordered_everywhere: None) -> None:
+    assert_right("tilelang", CASES[case].build(dtype), truth_of_case(case, dtype), device)
+
+
+@on_hopper
+@pytest.mark.parametrize("choice", ["exact_everywhere", "ordered_everywhere"])
+def test_at_scale(choice: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(choice)
     point = cases.POINTS[3]
     case = cases.make_case(cases.override(point, "one", B=2), "random", torch.float16, device, 0)
     with sparse_attn.use_backend("tilelang"):
@@ -346,7 +440,12 @@ def test_exact_kernel_at_scale(device: torch.device, exact_everywhere: None) -> 
     assert_close(out[:, :, rows], expected.cpu(), allowed(eager, expected, torch.float16, terms=8192), "out")
 
 
-def test_rows_that_see_nothing_are_zero_whatever_they_hold(hopper: torch.device) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_that_see_nothing_are_zero_whatever_they_hold(
+    ordered: bool, hopper: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if ordered:
+        request.getfixturevalue("ordered_everywhere")
     x = make(torch.float16, Hq=32, Hk=2, N=300, block_size=16, topk=8)
     x.index[:, :, 17::29] = -1
     expected = truth(x)

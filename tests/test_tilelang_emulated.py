@@ -22,7 +22,7 @@ pytest.importorskip("tilelang")
 from sparse_attn.backends.tilelang_hopper import adapter, compiled
 from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend
 from sparse_attn.backends.tilelang_hopper.exact import exact_kernel
-from sparse_attn.backends.tilelang_hopper.plan import Tiles, exact_tiles, plan
+from sparse_attn.backends.tilelang_hopper.plan import Tiles, exact_tiles, ordered_tiles, plan
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 
 from .cases import CASES, Inputs, make
@@ -63,12 +63,19 @@ def by_kernel(tiles_of: Callable[[Inputs], Tiles | None]) -> list[Any]:
     ]
 
 
+def ordered_tiles_of(x: Inputs) -> Tiles | None:
+    """Tiles of the kernel that runs this on an H200, None if it takes queries only in their order."""
+    tiles = union_tiles_of(x)
+    return tiles and ordered_tiles(tiles, -(-x.k.shape[2] // x.block_size))
+
+
 def check(x: Inputs, kernel: str, case: str | None = None) -> None:
     expected = truth(x) if case is None else truth_of_case(case, x.q.dtype)
     scale = x.q.shape[3] ** -0.5 if x.sm_scale is None else x.sm_scale
     launched.clear()
     out, lse = TileLangBackend()(*x.args[:5], scale, x.q_offset, True)
-    assert launched == ["sparse_attn_block_lists_kernel", f"sparse_attn_{kernel}_kernel"]
+    ordered = [] if launched[0] != "sparse_attn_order_kernel" else launched[:1]
+    assert launched == [*ordered, "sparse_attn_block_lists_kernel", f"sparse_attn_{kernel}_kernel"]
     assert_close(out, expected.out, expected.out_bound, "out")
     assert_close(lse, expected.lse, expected.lse_bound, "lse")
 
@@ -94,6 +101,12 @@ def test_maxima_that_grow(exact_everywhere: None) -> None:
     check(x, "exact")
 
 
+@pytest.mark.parametrize("case", by_kernel(ordered_tiles_of))
+def test_ordered(case: str, ordered_everywhere: None) -> None:
+    check(CASES[case].build(torch.float16), "union", case)
+    assert launched[0] == "sparse_attn_order_kernel"
+
+
 @pytest.mark.parametrize("case", ["contest_large1", "contest_large2_statement"])
 def test_bfloat16(case: str) -> None:
     check(CASES[case].build(torch.bfloat16), "union", case)
@@ -102,7 +115,7 @@ def test_bfloat16(case: str) -> None:
 def test_a_kernel_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two stages of v, a warpgroup keeps one for the step that the other needs it for."""
     monkeypatch.setattr(adapter, "_call", adapter._call.__wrapped__)
-    monkeypatch.setattr(adapter, "plan", lambda *problem: plan(*problem)._replace(v_stages=2))
+    monkeypatch.setattr(adapter, "choose", lambda _, *tile: (plan(*tile[:4])._replace(v_stages=2), False))
     x = make(torch.float16, Hq=16, Hk=1, N=8, M=1024, topk=8, block_size=64, q_offset=1016)
     x.index[:] = torch.arange(8) * 2 + torch.arange(8).view(8, 1) // 4  # one has the even blocks, one the odd ones
     with pytest.raises(RuntimeError, match=r"block \(0, 0, 0\) hangs"):
@@ -160,7 +173,7 @@ def test_a_mistake_shows(kernel: str, mistake: str, monkeypatch: pytest.MonkeyPa
     if kernel == "exact":
         request.getfixturevalue("exact_everywhere")
     kernel_of = {"union": union_kernel, "exact": exact_kernel}[kernel]
-    tiles = {"union": plan(16, 128, 128, 64), "exact": exact_tiles(78, 16, 128, 128, 64)}[kernel]
+    tiles = {"union": plan(16, 128, 128, 64), "exact": exact_tiles(16, 128, 128, 64)}[kernel]
     mistaken = emulated(kernel_of, tiles, "float16", edit=MISTAKES[mistake])
     seed = 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...contract import Problem
 from . import compiled
-from .plan import BLOCKS, Tiles, exact_tiles, few_or_sparse, plan, wastes
+from .plan import BLOCKS, WINDOW, Tiles, choose, expected_waste, few_or_sparse
 
 MAX_FEATURES = 256
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -129,12 +129,18 @@ def _run(
 
     listed = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
     masks = torch.empty(call.lists, call.capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(call.lists, 4, dtype=torch.int32, device=device)
+    counts = torch.empty(call.lists, call.tiles.facts, dtype=torch.int32, device=device)
     out = torch.empty(B, Hq, N, v.shape[3], dtype=q.dtype, device=device)
     # Something takes its place where it is not asked for. It is not kept: a CUDA graph's memory may be where it lies.
     lse = torch.empty(*((B, Hq, N) if return_lse else (1, 1, 1)), dtype=torch.float32, device=device)
 
-    compiled.block_lists(call.tiles, _INDEX_DTYPES[index.dtype])(
+    index_dtype = _INDEX_DTYPES[index.dtype]
+    if call.tiles.ordered:
+        num_blocks = -(-M // block_size)
+        compiled.order(call.tiles, index_dtype, num_blocks)(
+            index, counts, num_blocks, block_size, q_offset, call.tiles_of_head
+        )
+    compiled.block_lists(call.tiles, index_dtype)(
         index, listed, masks, counts, M, block_size, call.boxes_per_block, q_offset, call.tiles_of_head
     )
     (compiled.exact if call.exact else compiled.union)(call.tiles, _DTYPES[q.dtype])(
@@ -174,20 +180,19 @@ def _call(
         block_size = packed_size = -(-M // 128) * 128
     else:
         packed_size = packed_block(block_size)
-    exact = exact_tiles(sms, g, D, Dv, packed_size)
-    if exact and not wastes(N, M, topk, block_size, first_block):
-        exact = None
-    tiles = exact or plan(g, D, Dv, packed_size)
+    num_blocks = -(-M // block_size)
+    waste = expected_waste(N, num_blocks, topk, block_size, first_block)
+    tiles, exact = choose(sms, g, D, Dv, packed_size, num_blocks, B * Hk * (N // WINDOW), waste)
     boxes_per_block = packed_size // tiles.box
-    boxes = -(-M // block_size) * boxes_per_block
+    boxes = num_blocks * boxes_per_block
     tiles_of_head = -(-N // tiles.queries)
-    chunks = -(-g // tiles.heads)
     lists = B * Hk * tiles_of_head
+    chunks = -(-g // tiles.heads)
     return _Call(
         block_size=block_size,
         packed_size=packed_size,
         tiles=tiles,
-        exact=exact is not None,
+        exact=exact,
         boxes_per_block=boxes_per_block,
         tiles_of_head=tiles_of_head,
         chunks=chunks,

@@ -19,13 +19,16 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .plan import Tiles
+from .order import place_of
+from .plan import WINDOW, Tiles
 
 # Tiles of a block of the grid, one for each warp.
 WARPS = 4
 # Key blocks looked at together: a mask of each lies in shared memory.
 _BLOCKS = 1024
 _LANES = 32
+# Ids that a lane reads before it waits for them.
+_AHEAD = 4
 # Kinds of boxes.
 _MASKED, _BOTH, _FIRST, _SECOND, _NONE = range(5)
 
@@ -35,7 +38,7 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
 
     It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for
     the tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first
-    only, for the second only.
+    only, for the second only. Where tiles are ordered, ``counts`` has their queries behind that, from ``order.py``.
     """
     TQ, BX, P = tiles.queries, tiles.box, tiles.BN // tiles.box
     HALF = TQ // tiles.warpgroups
@@ -43,27 +46,42 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
     B, Hk, N, topk, lists, capacity = (T.dynamic(name) for name in ("B", "Hk", "N", "topk", "lists", "capacity"))
     i_b, i_h, i_n, i_t = (T.dynamic(name, "int64") for name in ("i_b", "i_h", "i_n", "i_t"))
     i32, u32 = T.int32, T.uint32
+    warpgroups, queries = tuple(range(tiles.warpgroups)), tuple(range(TQ))
+
+    def query_at(n, t):
+        """Query t of a tile: see ``order.py``."""
+        if not tiles.ordered:
+            return n.first_query + t
+        word = n.words[0] if tiles.warpgroups == 1 else T.Select(t < HALF, n.words[0], n.words[1])
+        return n.first_query + place_of(word, t % HALF)
 
     @T.macro
     def collect(index, masks, warp, lane, b, h, n):
         """OR each query's bit into the masks of the blocks that it selected, of ``size`` blocks from ``start`` on."""
+        ids = T.alloc_local([_AHEAD], i32)
         slot = T.alloc_var(i32)
         t = T.alloc_var(i32)
-        id_ = T.alloc_var(i32)
+        query = T.alloc_var(i32)
         T.sync_warp()
         for z in T.serial((n.size + _LANES - 1) // _LANES):
             masks[warp, z * _LANES + lane] = 0
         T.sync_warp()
-        for z in T.serial((TQ * topk + _LANES - 1) // _LANES):
-            slot = z * _LANES + lane
-            t = T.truncdiv(slot, topk)
-            if t < TQ and n.first_query + t < N:
-                # Clamped before it is narrowed: an id may be any number.
-                id_ = T.cast(T.max(T.min(index[b, h, n.first_query + t, slot - t * topk], n.stop), -1), i32)
-                id_ = id_ - n.start
-                if id_ >= 0 and id_ < n.size:  # noqa: SIM102 -- before it is multiplied
-                    if (id_ + n.start) * n.block_size <= n.first_query + t + n.q_offset:
-                        T.call_extern("int32", "atomicOr", T.address_of(masks[warp, id_]), 1 << t)
+        for z in T.serial((TQ * topk + _LANES * _AHEAD - 1) // (_LANES * _AHEAD)):
+            for x in T.unroll(_AHEAD):
+                slot = (z * _AHEAD + x) * _LANES + lane
+                t = T.truncdiv(slot, topk)
+                query = T.min(query_at(n, t), N)
+                ids[x] = -1
+                if t < TQ and query < N:
+                    # Clamped before it is narrowed: an id may be any number.
+                    ids[x] = T.cast(T.max(T.min(index[b, h, query, slot - t * topk], n.stop), -1), i32)
+            for x in T.unroll(_AHEAD):
+                slot = (z * _AHEAD + x) * _LANES + lane
+                t = T.truncdiv(slot, topk)
+                ids[x] = ids[x] - n.start
+                if ids[x] >= 0 and ids[x] < n.size:  # noqa: SIM102 -- before it is multiplied
+                    if (ids[x] + n.start) * n.block_size <= query_at(n, t) + n.q_offset:
+                        T.call_extern("int32", "atomicOr", T.address_of(masks[warp, ids[x]]), 1 << t)
         T.sync_warp()
 
     @T.prim_func
@@ -71,7 +89,7 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
         index: T.StridedTensor([B, Hk, N, topk], [i_b, i_h, i_n, i_t], index_dtype),
         boxes: T.Tensor([lists, capacity], i32),
         masks_out: T.Tensor([lists, capacity], i32),
-        counts: T.Tensor([lists, 4], i32),
+        counts: T.Tensor([lists, tiles.facts], i32),
         M: i32,
         block_size: i32,
         boxes_per_block: i32,
@@ -80,6 +98,8 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
     ):
         with T.Kernel(T.ceildiv(tiles_of_head, WARPS), Hk, B, threads=_LANES * WARPS) as (bx, h, b):
             T.pdl_trigger()  # the kernel that walks them may be started, and waits by itself
+            if tiles.ordered:
+                T.pdl_sync()  # the order
             masks = T.alloc_shared([WARPS, _BLOCKS], i32)
             thread = T.get_thread_binding()
             lane = thread % _LANES
@@ -102,14 +122,29 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
             steps = T.alloc_local([4], i32)  # of each kind
             over = T.alloc_local([4], i32)  # boxes of each kind that go to masked steps, and where there
             place = T.alloc_local([5], i32)
+            words = T.alloc_local([tiles.warpgroups], i32)
+            first_query = T.alloc_var(i32)
+            first_position = T.alloc_var(i32)  # of the first of them, and of the last
+            last_position = T.alloc_var(i32)
             if tile < tiles_of_head:
                 row = (b * Hk + h) * tiles_of_head + tile
                 first_query = tile * TQ
-                first_position = first_query + q_offset
+                if tiles.ordered:
+                    first_query = first_query // WINDOW * WINDOW
+                    for w in warpgroups:
+                        words[w] = counts[row, 4 + w]
+                places = SimpleNamespace(first_query=first_query, words=words)
+                first_position = query_at(places, 0)
+                last_position = query_at(places, TQ - 1)
+                if tiles.ordered:
+                    for w in warpgroups:  # of which each has its queries in order
+                        first_position = T.min(first_position, query_at(places, w * HALF))
+                        last_position = T.max(last_position, query_at(places, w * HALF + (HALF - 1)))
+                first_position = first_position + q_offset
+                last_position = T.min(last_position, N - 1) + q_offset
                 stop = 0
-                position = T.min(first_query + TQ, N) - 1 + q_offset
-                if position >= 0:
-                    stop = T.min(T.truncdiv(M + block_size - 1, block_size), T.truncdiv(position, block_size) + 1)
+                if last_position >= 0:
+                    stop = T.min(T.truncdiv(M + block_size - 1, block_size), T.truncdiv(last_position, block_size) + 1)
                 masked_steps = 0
                 for x in T.unroll(4):
                     found[x] = 0
@@ -123,8 +158,8 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
                         size = T.min(_BLOCKS, stop - start)
                         if fills == 0 or stop > _BLOCKS:
                             n = SimpleNamespace(
-                                first_query=first_query, start=start, size=size, stop=stop, block_size=block_size,
-                                q_offset=q_offset,
+                                first_query=first_query, words=words, start=start, size=size, stop=stop,
+                                block_size=block_size, q_offset=q_offset,
                             )  # fmt: skip
                             collect(index, masks, warp, lane, b, h, n)
                         for z in T.serial((size * boxes_per_block + _LANES - 1) // _LANES):
@@ -137,12 +172,18 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
                             kind = T.Select(position + BX > block_size, _MASKED, _BOTH)
                             position = position + (block + start) * block_size
                             box = box + start * boxes_per_block
-                            if position > first_position:  # not the queries before it
-                                mask = T.Select(
-                                    position - first_position >= TQ,
-                                    0,
-                                    mask & (-1 << T.min(position - first_position, 31)),
-                                )
+                            # Not the queries before it; before a whole block are none.
+                            if boxes_per_block > 1 and position > first_position:
+                                if tiles.ordered:
+                                    for t in queries:
+                                        if query_at(places, t) + q_offset < position:
+                                            mask = mask & ~(1 << t)
+                                else:
+                                    mask = T.Select(
+                                        position - first_position >= TQ,
+                                        0,
+                                        mask & (-1 << T.min(position - first_position, 31)),
+                                    )
                             kind = T.Select(position + BX - 1 > first_position or position + BX > M, _MASKED, kind)
                             if tiles.warpgroups == 2:
                                 kind = T.Select(kind == _BOTH and (mask & LOW) == 0, _SECOND, kind)

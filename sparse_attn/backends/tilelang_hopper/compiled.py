@@ -11,7 +11,8 @@ from tilelang.contrib.nvcc import find_cuda_path
 
 from .block_lists import block_lists_kernel
 from .exact import exact_kernel
-from .plan import Tiles
+from .order import order_kernel
+from .plan import MAX_ORDERED_BLOCKS, Tiles
 from .union import union_kernel
 
 _Key = tilelang.PassConfigKey
@@ -38,13 +39,13 @@ def missing_compiler() -> str | None:
     return None
 
 
-def _compile(kernel: Any, tiles: Tiles, dtype: str) -> Any:
-    key = kernel, tiles, dtype
+def _compile(kernel: Any, *variant: Any) -> Any:
+    key = kernel, *variant
     compiled = _kernels.get(key)
     if compiled is None:
         with _lock:
             if key not in _kernels:
-                _loaded.append(tilelang.compile(kernel(tiles, dtype), pass_configs=PASS_CONFIGS))
+                _loaded.append(tilelang.compile(kernel(*variant), pass_configs=PASS_CONFIGS))
                 _kernels[key] = _function(_loaded[-1])
             compiled = _kernels[key]
     return compiled
@@ -73,6 +74,15 @@ def exact(tiles: Tiles, dtype: str) -> Any:
 
 def block_lists(tiles: Tiles, index_dtype: str) -> Any:
     """``block_lists.block_lists_kernel`` for ``tiles`` and ``"int32"`` or ``"int64"``."""
-    # Of the tiles, only these matter: problems that differ in the rest share a kernel.
-    tiles = tiles._replace(heads=0, D=0, Dv=0, k_stages=0, v_stages=0)
-    return _compile(block_lists_kernel, tiles, index_dtype)
+    return _compile(block_lists_kernel, _listed(tiles), index_dtype)
+
+
+def order(tiles: Tiles, index_dtype: str, num_blocks: int) -> Any:
+    """``order.order_kernel`` for ``tiles`` and ``"int32"`` or ``"int64"``: one for few blocks, one for many."""
+    words = (256 if num_blocks <= 256 else MAX_ORDERED_BLOCKS) // 32
+    return _compile(order_kernel, _listed(tiles)._replace(BN=0, box=0), index_dtype, words)
+
+
+def _listed(tiles: Tiles) -> Tiles:
+    """Of the tiles, only what matters to lists: problems that differ in the rest share a kernel."""
+    return tiles._replace(heads=0, D=0, Dv=0, k_stages=0, v_stages=0)

@@ -241,6 +241,7 @@ def exact_kernel(tiles: Tiles, dtype: str):
             b = next_place[1]
             head = next_place[2]
             first = next_place[4]
+            tile = SimpleNamespace(first=first)
             heads = next_place[5]
             masked = next_counts[0]
             total = next_counts[0] + next_counts[1]
@@ -306,9 +307,9 @@ def exact_kernel(tiles: Tiles, dtype: str):
                         T.copy(p[i], mem.p[i, :, :])
                 T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                 if t < masked:
-                    do.look(any_hidden, lambda x: box[0], mask, first, n)
+                    do.look(any_hidden, lambda x: box[0], mask, tile, n)
                     if any_hidden != 0:
-                        do.zero_hidden(mem, thread, c, lambda x: box[0], mask, first, n)
+                        do.zero_hidden(mem, thread, c, lambda x: box[0], mask, tile, n)
                 T.fence_proxy_async()
                 T.sync_threads(FIRST_BARRIER, 128)
                 for i in queries:

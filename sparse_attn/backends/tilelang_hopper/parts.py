@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .plan import Tiles
+from .order import place_of
+from .plan import WINDOW, Tiles
 
 # Features of a box of TMA: 128 bytes, the widest swizzle.
 COLUMNS = 64
@@ -58,7 +59,11 @@ __device__ __forceinline__ void sparse_attn_store(
 
 
 def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
-    """Macros for tiles of one shape. Fragments have 64 rows for each warpgroup, of its own queries."""
+    """Macros for tiles of one shape. Fragments have 64 rows for each warpgroup, of its own queries.
+
+    A tile is its first query; where tiles are ordered, its window's first query, and a word for each warpgroup.
+    """
+    ordered = tiles.ordered
     HP, BN, BX, W = tiles.heads, tiles.BN, tiles.box, tiles.warpgroups
     DV, KST, VST = tiles.Dv, tiles.k_stages, tiles.v_stages
     TQ, P, ROWS = tiles.queries, BN // BX, WARPGROUP_ROWS * W
@@ -66,12 +71,22 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
     DVP = tiles.Dv_padded
     K_LOG, V_LOG = KST.bit_length() - 1, VST.bit_length() - 1
     # Tuples, since the compiler makes loops of ranges: these are unrolled in Python.
-    boxes = tuple(range(P))
+    boxes, warpgroups = tuple(range(P)), tuple(range(W))
     q_columns, v_columns = tuple(range(0, tiles.D_padded, COLUMNS)), tuple(range(0, DVP, COLUMNS))
     # Which head and query of the tile a row is: such that the boxes in which q is loaded are as large as they can be.
     query_major = HP >= TW
     head_of = (lambda r: r % HP) if query_major else (lambda r: r % WARPGROUP_ROWS // TW)
     query_of = (lambda r: r // HP) if query_major else (lambda r: r // WARPGROUP_ROWS * TW + r % TW)
+    words = W if ordered else 0
+
+    def query_at(tile, t, w):
+        """Query ``t`` of a tile, of warpgroup ``w``."""
+        return tile.first + (place_of(tile.words[w], t % TW) if ordered else t)
+
+    def query_of_row(tile, r):
+        """The query of a row of this warpgroup."""
+        return tile.first + (place_of(tile.own[0], query_of(r) % TW) if ordered else query_of(r))
+
     # What a step of the list says is read one step ahead, unless that takes too many registers.
     ahead = P <= 4
     f32, i32 = T.float32, T.int32
@@ -96,6 +111,8 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
         place[5] = (place[0] - place[3] * n.chunks) * HP
         place[0] = place[3] * n.tiles + place[4]
         place[4] = place[4] * TQ
+        if ordered:
+            place[4] = place[4] // WINDOW * WINDOW
         place[1] = T.truncdiv(place[3], n.Hk)
         place[3] = place[3] - place[1] * n.Hk
         place[2] = place[3] * n.g + place[5]
@@ -124,35 +141,40 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                 then[x] = values[listed, t * P + x]
 
     @T.macro
-    def whereabouts(block: T.Ref, start: T.Ref, hidden: T.Ref, box, mask, first, n):
+    def whereabouts(block: T.Ref, start: T.Ref, hidden: T.Ref, box, mask, tile, n):
         """Of a box: its block's first key, its own in the block, its first key behind all queries that take it."""
         start = box
         block = T.truncdiv(start, n.boxes_per_block)
         start = (start - block * n.boxes_per_block) * BX
         block = block * n.block_size
-        hidden = first + n.q_offset + 32 - T.call_extern("int32", "__clz", mask) - block - start
-        if mask == 0:
-            hidden = 0  # noqa: F841 -- arguments that are references are assigned to
+        hidden = 0
+        if ordered:
+            for w in warpgroups:  # a warpgroup's queries are in order
+                part = (mask >> (w * TW)) & ((1 << TW) - 1)
+                last = query_at(tile, T.max(31 - T.call_extern("int32", "__clz", part), 0), w)
+                hidden = T.max(hidden, T.Select(part != 0, last + n.q_offset + 1 - block - start, 0))
+        elif mask != 0:
+            hidden = tile.first + n.q_offset + 32 - T.call_extern("int32", "__clz", mask) - block - start
 
     @T.macro
-    def look(any_hidden: T.Ref, box_of, mask, first, n):
+    def look(any_hidden: T.Ref, box_of, mask, tile, n):
         """Whether some key of a step's boxes is behind all queries that take it: ``box_of(x)``, with these masks."""
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
         any_hidden = 0
         for x in boxes:
-            whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+            whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
             any_hidden = any_hidden | T.Select(hidden < BX, 1, 0)
 
     @T.macro
-    def zero_hidden(mem, thread, step, box_of, mask, first, n):
+    def zero_hidden(mem, thread, step, box_of, mask, tile, n):
         """Zero values behind all queries that take their box: they may be NaN, never having been written."""
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
         for x in boxes:
-            whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+            whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
             for z in T.unroll(-(-BX * DVP // _VECTOR // 128)):
                 r = (z * 128 + thread) // (DVP // _VECTOR)
                 d = (z * 128 + thread) % (DVP // _VECTOR) * _VECTOR
@@ -161,18 +183,18 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                         mem.v[step & (VST - 1), x * BX + r, d + y] = 0
 
     @T.macro
-    def hide(s, limit, box_of, mask, first, n):
+    def hide(s, limit, box_of, mask, tile, n):
         """Scores of keys that a row does not see become -inf."""
         block = T.alloc_var(i32)
         start = T.alloc_var(i32)
         hidden = T.alloc_var(i32)
         for x in boxes:
-            whereabouts(block, start, hidden, box_of(x), mask[x], first, n)
+            whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
             for r in T.Parallel(ROWS):
                 limit[r] = T.Select(
                     ((mask[x] >> query_of(r)) & 1) != 0,
                     T.min(
-                        T.min(first + query_of(r) + n.q_offset, n.M - 1) - block - start,
+                        T.min(query_of_row(tile, r) + n.q_offset, n.M - 1) - block - start,
                         n.block_size - start - 1,
                     ),
                     -1,
@@ -225,7 +247,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                 o[r, d] *= row.alpha[r]
 
     @T.macro
-    def store(mem, thread, o, row, seen, b, head, heads, first, n):
+    def store(mem, thread, o, row, seen, b, head, heads, tile, n):
         """Results; lse where it is asked for.
 
         A query whose bit in ``seen`` is not set took no box: 0 and -inf, whatever it holds. Its maximum is -inf.
@@ -234,8 +256,8 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
             row.sum[r] = T.Select(((seen >> query_of(r)) & 1) != 0, row.sum[r], T.cast(0, f32))
         if n.want_lse != 0:
             for r in T.Parallel(ROWS):
-                if head_of(r) < heads and first + query_of(r) < n.N:
-                    mem.lse[b, head + head_of(r), first + query_of(r)] = (
+                if head_of(r) < heads and query_of_row(tile, r) < n.N:
+                    mem.lse[b, head + head_of(r), query_of_row(tile, r)] = (
                         row.m[r] * n.scale + T.log2(row.sum[r])
                     ) * 0.6931471805599453
         for r in T.Parallel(ROWS):
@@ -248,10 +270,10 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
             f"sparse_attn_store<{DV}, {DVP}, {str(dtype == 'bfloat16').lower()}>",
             o.access_ptr("r"),
             row.tmp.access_ptr("r"),
-            T.address_of(mem.out[b, head + head_of(r0), first + query_of(r0), 0]),
-            T.address_of(mem.out[b, head + head_of(r1), first + query_of(r1), 0]),
-            head_of(r0) < heads and first + query_of(r0) < n.N,
-            head_of(r1) < heads and first + query_of(r1) < n.N,
+            T.address_of(mem.out[b, head + head_of(r0), query_of_row(tile, r0), 0]),
+            T.address_of(mem.out[b, head + head_of(r1), query_of_row(tile, r1), 0]),
+            head_of(r0) < heads and query_of_row(tile, r0) < n.N,
+            head_of(r1) < heads and query_of_row(tile, r1) < n.N,
         )
 
     @T.macro
@@ -312,9 +334,9 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                     next_box[x] = first_box[x]
 
     return SimpleNamespace(
-        locate=locate, turns_of=turns_of, take=take, prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden,
-        exponentiate=exponentiate, rescale=rescale, store=store, load_keys_and_values=load_keys_and_values,
-        query_of=query_of, query_major=query_major, ahead=ahead,
+        locate=locate, turns_of=turns_of, query_at=query_at, words=words, take=take,
+        prefetch=prefetch, look=look, hide=hide, zero_hidden=zero_hidden, exponentiate=exponentiate, rescale=rescale,
+        store=store, load_keys_and_values=load_keys_and_values, query_of=query_of, query_major=query_major, ahead=ahead,
     )  # fmt: skip
 
 
@@ -356,7 +378,7 @@ def entry(tiles: Tiles, dtype: str, threads: int, run, name: str, prelude: str):
         V: T.StridedTensor([B, Hk, keys, DV], [v_b, v_h, v_n, 1], dtype),
         list_boxes: T.Tensor([lists, capacity], i32),
         list_masks: T.Tensor([lists, capacity], i32),
-        list_counts: T.Tensor([lists, 4], i32),
+        list_counts: T.Tensor([lists, tiles.facts], i32),
         out: T.Tensor([B, Hq, N, DV], dtype),
         lse: T.Tensor([l_b, l_h, l_n], f32),
         scale: f32,

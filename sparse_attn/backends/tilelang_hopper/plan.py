@@ -29,10 +29,19 @@ _RATES = {78: 1037}
 # At the full rate a product of 16 columns waits for shared memory (64 keys of 128 + 128 features: 256 clocks for k and
 # v, 128 for products); at a quarter of it for the tensor cores (506).
 _SLOW_RATE = 2048
-# Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on the
-# exact kernel is faster, by `python -m bench.model`: on an H20 51 ms for 58 at 1.93, 20 for 17 at 1.32. So it was
-# at fce11c4, when that kernel looked for maxima at each step: today's has not been timed.
-_WASTE = 1.5
+# Products of the union kernel for each that is needed, expected if each query chooses by itself, from which on it pays
+# to multiply less, all else being slower. By `python -m bench.model`, on an H20, for 58 ms of the union at 1.93
+# (statement large-2): 45 of the exact kernel, 52 with queries dealt into tiles (`order.py`). For 8.5 at 1.32 (large-1):
+# 8.3, and 8.1. On an H200, measured: dealt into tiles, 12.6 ms for 13.7 at 1.93, nothing gained at 1.32.
+_EXACT_FROM = 1.5
+_ORDERED_FROM, _ORDERED_FROM_IF_SLOW = 1.5, 1.25
+
+# Adjacent queries that are dealt into tiles; a place among them is a byte.
+WINDOW = 128
+# Of so many blocks at most: a mask of each query's lies in shared memory.
+MAX_ORDERED_BLOCKS = 1024
+# And of so many windows at least: to deal out one takes as long as those of all multiprocessors beside it.
+_FEW_WINDOWS = 256
 
 # Blocks of the exact kernel that share a multiprocessor.
 BLOCKS = 2
@@ -50,6 +59,7 @@ class Tiles(NamedTuple):
         warpgroups: that multiply, 1 or 2.
         k_stages, v_stages: steps that are loaded ahead, powers of two; with two warpgroups v needs 4 or more, since a
             warpgroup keeps a stage of v while it leaves out a step.
+        ordered: whether a tile's queries are those of a window that ``order.py`` put together; else adjacent ones.
     """
 
     heads: int
@@ -61,6 +71,12 @@ class Tiles(NamedTuple):
     warpgroups: int
     k_stages: int
     v_stages: int
+    ordered: bool = False
+
+    @property
+    def facts(self) -> int:
+        """Numbers that are kept of a list: of its steps, and of which queries it is."""
+        return 4 + (self.warpgroups if self.ordered else 0)
 
     @property
     def D_padded(self) -> int:
@@ -79,21 +95,39 @@ class Tiles(NamedTuple):
         return 2 * (q + self.BN * (self.k_stages * self.D_padded + self.v_stages * self.Dv_padded))
 
 
-def exact_tiles(sms: int, g: int, D: int, Dv: int, block_size: int) -> Tiles | None:
-    """Tiles of the exact kernel if a GPU with ``sms`` multiprocessors calls for it and it can run this; else None.
+def choose(
+    sms: int, g: int, D: int, Dv: int, block_size: int, num_blocks: int, windows: int, waste: float
+) -> tuple[Tiles, bool]:
+    """Choose tiles, and whether they are the exact kernel's; else they are the union kernel's.
 
-    It has 16 heads, boxes of 64 keys, and sums of up to 128 features.
+    Args:
+        sms: multiprocessors of the GPU.
+        g, D, Dv, block_size: as for ``plan``.
+        num_blocks: of a key/value head.
+        windows: full ones, of all key/value heads and batch entries.
+        waste: as ``expected_waste`` has it.
     """
-    if _RATES.get(sms, _FULL_RATE) > _SLOW_RATE:
-        return None
+    slow = _RATES.get(sms, _FULL_RATE) <= _SLOW_RATE
+    if slow and waste > _EXACT_FROM and (tiles := exact_tiles(g, D, Dv, block_size)):
+        return tiles, True
+    tiles = plan(g, D, Dv, block_size)
+    if waste > (_ORDERED_FROM_IF_SLOW if slow else _ORDERED_FROM) and windows >= _FEW_WINDOWS:
+        tiles = ordered_tiles(tiles, num_blocks) or tiles
+    return tiles, False
+
+
+def exact_tiles(g: int, D: int, Dv: int, block_size: int) -> Tiles | None:
+    """Tiles of the exact kernel if it can run this: it has 16 heads, boxes of 64 keys, sums of up to 128 features."""
     if heads_of_tile(g) != 16 or block_size % 64 != 0 or max(D, Dv) > 128:
         return None
     return Tiles(16, 4, 64, 64, D, Dv, 1, 2, 2)
 
 
-def wastes(N: int, M: int, topk: int, block_size: int, first_block: int) -> bool:
-    """Whether the union kernel would multiply much that nobody selected; the first query is in ``first_block``."""
-    return expected_waste(N, -(-M // block_size), topk, block_size, first_block) > _WASTE
+def ordered_tiles(tiles: Tiles, num_blocks: int) -> Tiles | None:
+    """``tiles`` for queries that are dealt into them, if they can be: a warpgroup has several, and a word for them."""
+    if not 2 <= tiles.queries // tiles.warpgroups <= 4 or num_blocks > MAX_ORDERED_BLOCKS:
+        return None
+    return tiles._replace(ordered=True)
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,9 @@
 """The union kernel for Hopper: warps that load, and warpgroups that multiply, walk the union of a tile's blocks once.
 
-A tile is 4 queries of 16 heads (or 8 of 8, ...) for each warpgroup: the 64 rows of a wgmma. Two warpgroups share what
-is loaded, 128 keys a step, and each leaves out the steps that none of its own queries selected. A block stays on its
-multiprocessor for the whole launch and takes one tile after the other: loads for the next begin while the last is
-being finished.
+A tile is 4 queries of 16 heads (or 8 of 8, ...) for each warpgroup: the 64 rows of a wgmma. They are adjacent, or those
+that ``order.py`` put together. Two warpgroups share what is loaded, 128 keys a step, and each leaves out the steps that
+none of its own queries selected. A block stays on its multiprocessor for the whole launch and takes one tile after the
+other: loads for the next begin while the last is being finished.
 
 The softmax is FlashAttention-3's inner overlap (Shah et al., 2024, algorithm 2): scores of a step are multiplied while
 the step before is weighed, and turned into weights while that product still runs. Sums are rescaled only where a
@@ -46,10 +46,12 @@ def union_kernel(tiles: Tiles, dtype: str):
         T.wgmma_gemm(p, mem.v[step & (VST - 1), :, :], o, policy=full_rows)
 
     @T.macro
-    def look_ahead(mem, place, counts, masks, boxes):
+    def look_ahead(mem, place, counts, words, masks, boxes):
         """What the list of the next tile begins with."""
         for x in T.unroll(4):
             counts[x] = mem.counts[place[0], x]
+        for x in T.unroll(do.words):
+            words[x] = mem.counts[place[0], 4 + x]
         do.prefetch(masks, mem.masks, place[0], 0)
         do.prefetch(boxes, mem.boxes, place[0], 0)
 
@@ -66,6 +68,8 @@ def union_kernel(tiles: Tiles, dtype: str):
         box = T.alloc_local([P if do.ahead else 1], i32)
         next_mask, next_box, first_mask, first_box = (T.alloc_local([P if do.ahead else 1], i32) for _ in range(4))
         next_counts = T.alloc_local([4], i32)
+        next_words, words = (T.alloc_local([max(1, do.words)], i32) for _ in range(2))
+        own = T.alloc_local([1], i32)  # this warpgroup's
         next_place = T.alloc_local([6], i32)
         listed = T.alloc_var(i32)
         b = T.alloc_var(i32)
@@ -88,7 +92,7 @@ def union_kernel(tiles: Tiles, dtype: str):
         c = 0
         do.turns_of(turns, cta, grid, n)
         do.locate(next_place, 0, cta, grid, n)
-        look_ahead(mem, next_place, next_counts, first_mask, first_box)
+        look_ahead(mem, next_place, next_counts, next_words, first_mask, first_box)
         for item in T.serial(turns):
             if do.ahead:
                 for x in T.unroll(P):
@@ -98,6 +102,12 @@ def union_kernel(tiles: Tiles, dtype: str):
             b = next_place[1]
             head = next_place[2]
             first = next_place[4]
+            for x in T.unroll(do.words):
+                words[x] = next_words[x]
+            own[0] = words[0]
+            if do.words == 2:
+                own[0] = T.Select(w == 0, words[0], words[1])
+            tile = SimpleNamespace(first=first, words=words, own=own)
             heads = next_place[5]
             masked = next_counts[0]
             total = next_counts[0] + next_counts[1] + next_counts[2] + next_counts[3]
@@ -107,7 +117,7 @@ def union_kernel(tiles: Tiles, dtype: str):
                 ahead_of = next_counts[3] - next_counts[2]
                 end = end - T.max(T.Select(w == 0, ahead_of, -ahead_of), 0)
             do.locate(next_place, item + 1, cta, grid, n)
-            look_ahead(mem, next_place, next_counts, first_mask, first_box)
+            look_ahead(mem, next_place, next_counts, next_words, first_mask, first_box)
             seen = 0
             T.fill(o, 0)
             T.fill(row.sum, 0)
@@ -125,18 +135,18 @@ def union_kernel(tiles: Tiles, dtype: str):
                 multiply(mem, s, c)
                 do.prefetch(next_mask, mem.masks, listed, t + 1)
                 do.prefetch(next_box, mem.boxes, listed, t + 1)
-                do.look(any_hidden, box_of, mask, first, n)
+                do.look(any_hidden, box_of, mask, tile, n)
                 T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
                 if any_hidden != 0:
                     # Both warpgroups write the same zeros: neither waits for the other.
-                    do.zero_hidden(mem, thread % 128, c, box_of, mask, first, n)
+                    do.zero_hidden(mem, thread % 128, c, box_of, mask, tile, n)
                     T.fence_proxy_async()
                     T.sync_threads(FIRST_BARRIER + w, 128)
                 T.wait_wgmma(0)
                 T.barrier_arrive(mem.k_free[c & (KST - 1)])
                 if t == end - 1:
                     T.barrier_arrive(mem.q_free[w])
-                do.hide(s, limit, box_of, mask, first, n)
+                do.hide(s, limit, box_of, mask, tile, n)
                 do.exponentiate(s, row, None, n.scale, grown)
                 do.rescale(o, row, grown)
                 T.copy(s, p)
@@ -190,23 +200,34 @@ def union_kernel(tiles: Tiles, dtype: str):
                     c = c + 1
             else:
                 T.barrier_arrive(mem.q_free[w])
-            do.store(mem, thread, o, row, seen, b, head, heads, first, n)
+            do.store(mem, thread, o, row, seen, b, head, heads, tile, n)
 
     @T.macro
     def load_queries(mem, n, cta, grid):
         """Another warp's part."""
         place = T.alloc_local([6], i32)
+        words = T.alloc_local([max(1, do.words)], i32)
+        first = T.alloc_var(i32)
         turns = T.alloc_var(i32)
         do.turns_of(turns, cta, grid, n)
         for item in T.serial(turns):
             do.locate(place, item, cta, grid, n)
+            for x in T.unroll(do.words):
+                words[x] = mem.counts[place[0], 4 + x]
+            first = place[4]
+            tile = SimpleNamespace(first=first, words=words)
             for w in warpgroups:
                 T.barrier_wait(mem.q_free[w], (item & 1) ^ 1)
                 for y in q_columns:
                     for i in loads:
                         if do.query_major:
                             T.tma_copy(
-                                mem.Q[place[1], place[2] : place[2] + HP, place[4] + (w * TW + i), y : y + COLUMNS],
+                                mem.Q[
+                                    place[1],
+                                    place[2] : place[2] + HP,
+                                    do.query_at(tile, w * TW + i, w),
+                                    y : y + COLUMNS,
+                                ],
                                 mem.q[
                                     w * WARPGROUP_ROWS + i * HP : w * WARPGROUP_ROWS + (i * HP + HP), y : y + COLUMNS
                                 ],
