@@ -5,6 +5,7 @@ the same, with a local one they are drawn in the same way. Kernels, for groups o
 
 * ``union``: ``backends/tilelang_hopper``. A warpgroup multiplies, by wgmma, the blocks that any of its 4 queries
   selected; two share what is loaded. What fills up the last step of 128 keys is not counted.
+* ``ordered``: the same, where its queries are dealt into tiles by what they selected.
 * ``exact``: its kernel for GPUs with slow products. A warpgroup multiplies, by wgmma with keys as rows, each of its 4
   queries by the blocks that it selected, one query after the other; two share an SM, and nothing that is loaded.
 * ``mma``: a warp for each of a tile's 8 queries multiplies, by mma.sync, the blocks that its query selected. K and V
@@ -32,10 +33,11 @@ from torch import Tensor
 from . import cases, table
 from .cases import Point
 
-KERNELS = ("union", "exact", "mma", "gather", "dense")
+KERNELS = ("union", "ordered", "exact", "mma", "gather", "dense")
 HEADS = 16
 ROWS = 64  # of a warpgroup: 4 queries of 16 heads
 TILE = 8  # queries that share what is loaded
+WINDOW = 128  # queries that are dealt into tiles together
 STEP = 128  # keys for which wgmma reads the queries from shared memory once
 _BYTES = 2  # fp16
 
@@ -54,9 +56,8 @@ MMA_SHARE = 0.62
 EFFICIENCY = 0.63
 
 # Clocks that a warpgroup of `exact` takes for a step, and for each query in it beside its products: nothing hides them
-# but the other warpgroup's work. Fitted to its times at the large-2 points, 24.5 and 9.2 ms at 1.98 GHz, when it looked
-# for maxima at each step (commit fce11c4). It no longer does: what it takes now was not measured.
-STEP_CLOCKS, QUERY_CLOCKS = 1330, 844
+# but the other warpgroup's work. Fitted to its five times below, at 1.98 GHz.
+STEP_CLOCKS, QUERY_CLOCKS = 1650, 440
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,25 @@ H20 = Gpu(
     H200.l2 * 78 / 132 * 1.83 / 1.98, 4.0e12 * 4.24 / 4.8,
 )  # fmt: skip
 
-# Times on an H200 in ms, lowest and highest, from docs/performance.md: `union` and `exact` are the TileLang backend's,
-# without making lists, `mma` is the prototype in CUDA C++ (11 queries a tile, q read again for each block), `gather`
-# the Triton backend's, `dense` cuDNN.
+# Times on an H200 in ms, lowest and highest, from docs/performance.md: `union`, `ordered` and `exact` are the TileLang
+# backend's, without making lists, `mma` is the prototype in CUDA C++ (11 queries a tile, q read again for each block),
+# `gather` the Triton backend's, `dense` cuDNN.
 MEASURED = {
     ("statement", "large-1", "random", "union"): (1.75, 1.85),
+    ("statement", "large-1", "random", "exact"): (3.57, 3.58),
     ("statement", "large-1", "random", "mma"): (2.86, 2.86),
     ("statement", "large-1", "dense", "dense"): (1.83, 2.06),
-    ("statement", "large-2", "random", "union"): (12.3, 13.3),
-    ("statement", "large-2", "random", "exact"): (23.8, 24.5),
+    ("statement", "large-2", "random", "union"): (12.2, 13.6),
+    ("statement", "large-2", "random", "ordered"): (12.4, 12.4),
+    ("statement", "large-2", "random", "exact"): (21.7, 22.0),
     ("statement", "large-2", "random", "mma"): (14.6, 14.6),
     ("statement", "large-2", "random", "gather"): (22.1, 22.1),
-    ("statement", "large-2", "local", "union"): (7.0, 8.1),
-    ("statement", "large-2", "local", "exact"): (21.2, 21.8),
+    ("statement", "large-2", "local", "union"): (7.0, 8.2),
+    ("statement", "large-2", "local", "exact"): (17.8, 17.9),
     ("statement", "large-2", "dense", "dense"): (15.2, 16.5),
+    ("handout", "large-1", "random", "exact"): (0.897, 0.899),
     ("handout", "large-2", "random", "union"): (3.27, 3.9),
-    ("handout", "large-2", "random", "exact"): (9.2, 9.2),
+    ("handout", "large-2", "random", "exact"): (7.19, 7.26),
     ("handout", "large-2", "random", "mma"): (5.41, 5.41),
     ("handout", "large-2", "dense", "dense"): (3.45, 4.28),
 }
@@ -136,11 +140,32 @@ def walked(selected: Tensor, queries: int) -> int:
     return int(padded.view(-1, queries, padded.shape[1]).any(1).sum())
 
 
+def dealt(selected: Tensor) -> Tensor:
+    """Queries in the order in which ``order.py`` of the TileLang backend deals them out, those of each full window."""
+    queries, blocks = len(selected) // WINDOW * WINDOW, selected.shape[1]
+    sets = selected[:queries].view(-1, WINDOW, blocks)
+    windows, places = torch.arange(len(sets)), torch.arange(WINDOW)
+    left = torch.ones(len(sets), WINDOW, dtype=torch.bool)
+    order, union = [], sets[:, 0]
+    for place in range(WINDOW):
+        # A warpgroup's first is the first that is left; then whichever adds fewest blocks.
+        first = place % (ROWS // HEADS) == 0
+        grown = 0 if first else (sets & ~union[:, None]).sum(-1)
+        best = torch.where(left, grown * WINDOW + places, 2**31).argmin(1)
+        left[windows, best] = False
+        union = sets[windows, best] if first else union | sets[windows, best]
+        order.append(best)
+    taken = sets[windows[:, None], torch.stack(order, 1)]
+    return torch.cat([taken.flatten(0, 1), selected[queries:]])
+
+
 def count(point: Point, kernel: str, selected: Tensor) -> Work:
     """The work of all heads and batch entries, from what one head's queries selected."""
     if (point.Hq, point.N, point.q_offset) != (HEADS * point.Hk, point.M, 0):
         raise ValueError(f"modelled for groups of {HEADS} heads and N = M, got {point}")
     heads, keys, pairs = point.B * point.Hk, point.block_size, walked(selected, 1)
+    if kernel == "ordered":
+        selected, kernel = dealt(selected), "union"
     if kernel == "dense":
         heads, keys = point.B * point.Hq, STEP
         tiles = -(-point.N // (2 * ROWS))

@@ -81,6 +81,23 @@ def test_products_in_vain_at_large_2() -> None:
     )
 
 
+def test_queries_are_dealt_as_the_backend_does() -> None:
+    """Four of a window at a time: the first that is left, then whichever adds fewest blocks, the first of those."""
+    found = selected(replace(LARGE, N=300, M=300, topk=3, block_size=16), "random")
+    got = model.dealt(found)
+    assert torch.equal(got[256:], found[256:])
+    sets = [set(row.nonzero().flatten().tolist()) for row in found[:128]]
+    expected = []
+    while sets:
+        union: set[int] = set()
+        for _ in range(4):
+            best = min(range(len(sets)), key=lambda i: (len(sets[i] - union) if union else 0, i))
+            union |= sets[best]
+            expected.append(sets.pop(best))
+    assert [set(row.nonzero().flatten().tolist()) for row in got[:128]] == expected
+    assert torch.equal(model.dealt(found[:100]), found[:100])
+
+
 @pytest.mark.parametrize("key", model.MEASURED, ids="-".join)
 def test_times_of_an_h200_are_near_those_measured(key: tuple[str, str, str, str]) -> None:
     point, (low, high) = POINTS[key[:2]], model.MEASURED[key]
@@ -103,7 +120,7 @@ def test_table_is_markdown_on_request(capsys: pytest.CaptureFixture[str]) -> Non
     assert model.main(["--markdown", "--size", "large-2"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert len(cells) == 2 + 5 + 4 + 5
+    assert len(cells) == 2 + 6 + 5 + 6
     assert cells[0][:3] == ["point", "pattern", "kernel"]
     row = next(row for row in cells if row[:3] == ["statement large-2", "random", "mma"])
     assert row[cells[0].index("measured ms")] == "14.6"
