@@ -216,6 +216,20 @@ def _empty_rows(dtype: torch.dtype) -> Inputs:
     return replace(x, index=index)
 
 
+@case("loud_blocks_of_others16", block_size=16)
+@case("loud_blocks_of_others32", block_size=32)
+@case("loud_blocks_of_others64", block_size=64)
+@case("loud_blocks_of_others_group4", block_size=32, Hq=4)
+def _loud_blocks_of_others(dtype: torch.dtype, block_size: int, Hq: int = 16) -> Inputs:
+    """Neighbours select blocks whose scores are so much larger that this query's weights vanish beside theirs."""
+    M = 16 * block_size
+    x = make(dtype, Hq=Hq, Hk=1, N=32, M=M, block_size=block_size, q_offset=M - 32)
+    blocks = torch.arange(M) // block_size
+    k = x.k * torch.where(blocks % 2 == 0, 1, 10)[:, None].to(dtype)
+    rows = 2 * torch.arange(7, dtype=torch.int32) + torch.arange(2, dtype=torch.int32)[:, None]
+    return replace(x, k=k, index=rows.repeat(16, 1).expand(1, 1, 32, 7).contiguous())
+
+
 @case("nothing_selected")
 def _nothing_selected(dtype: torch.dtype) -> Inputs:
     x = make(dtype, N=70)

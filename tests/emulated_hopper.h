@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
@@ -236,6 +237,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return result;
 }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 constexpr float CUDART_INF_F = INFINITY;
 
 // --- warps, barriers -------------------------------------------------------------------------------------------------

@@ -37,13 +37,10 @@ VARIABLE = registry.ENVIRONMENT_VARIABLE
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 # What Triton's interpreter runs within seconds.
 QUICK = ("decode_speculative", "short_queries", "tiny5", "minus_one_before_nan", "odd17")
+# As if these packages were not installed: they are not found, nor imported.
 HIDE = """
 import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {hidden}:
-            raise ModuleNotFoundError(f"{{name}} is hidden here", name=name)
-sys.meta_path.insert(0, Hidden())
+sys.modules.update(dict.fromkeys({hidden}))
 """
 
 
@@ -186,8 +183,8 @@ chosen = {}
 for name, arch in (("CPU", "cpu"), ("A100", "sm80"), ("H20", "sm90")):
     solution.ops.describe = lambda _: Device(arch if arch == "cpu" else "cuda", arch, name)
     chosen[name] = solution.backend_for(x, x[:, :4], x[:, :4], index, 64)
-    assert name == "H20" or "tilelang" not in sys.modules
-    assert name != "CPU" or "triton" not in sys.modules
+    assert name == "H20" or sys.modules.get("tilelang") is None
+    assert name != "CPU" or sys.modules.get("triton") is None
 x, index = torch.randn(1, 4, 40, 16, dtype=torch.float16), torch.zeros(1, 2, 40, 2, dtype=torch.int32)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -267,8 +264,9 @@ for _ in range(3):
 """
     caches = {name: str(folder / name) for name in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")}
     printed = run(folder, "-c", HIDE.format(hidden={"sparse_attn"}) + code, **{VARIABLE: backend}, **caches)
-    print(f"first call on {backend}: {float(printed):.1f} s")
-    assert float(printed) < 60
+    seconds = float(printed.split()[-1])  # behind what compilers say
+    print(f"first call on {backend}: {seconds:.1f} s")
+    assert seconds < 60
 
 
 @on_gpu

@@ -1,5 +1,6 @@
 """Macros for kernels that walk a list: where a tile is, what a step says, the softmax, loads, stores; their entry."""
 
+from functools import reduce
 from types import SimpleNamespace
 
 import tilelang.language as T
@@ -19,10 +20,32 @@ _LAZY = 8.0
 # Values of 16 bytes.
 _VECTOR = 8
 
+# The largest score of the boxes that a row takes, bit x of ``taken`` for box x. (TileLang's reduce_max of some of a
+# fragment's columns is one of all of them: what a row does not take may be so much larger that its weights vanish.)
+#
 # Sums times a factor, as rows of the result. A thread has 2 rows, and of each 2 features of every 8: the four threads
 # of a row exchange them, so that each stores 16 bytes at once. Stores of 4 bytes would take a third of a short tile's
 # time.
-STORE = """
+PRELUDE = """
+template <int KEYS, int BOX>
+__device__ __forceinline__ void sparse_attn_maxima(const float* scores, int taken0, int taken1, float* maxima) {
+  const float none = __int_as_float(0xff800000);
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float all = none;
+    #pragma unroll
+    for (int x = 0; x < KEYS / BOX; ++x) {
+      float box = none;
+      #pragma unroll
+      for (int i = x * (BOX / 8); i < (x + 1) * (BOX / 8); ++i)
+        box = fmaxf(box, fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
+      all = fmaxf(all, ((r ? taken1 : taken0) >> x) & 1 ? box : none);
+    }
+    all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
+    maxima[r] = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+  }
+}
+
 template <int DV, int DV_PADDED, bool BF16>
 __device__ __forceinline__ void sparse_attn_store(
     const float* sums, const float* factor, void* row0, void* row1, bool ok0, bool ok1) {
@@ -86,6 +109,15 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
     def query_of_row(tile, r):
         """The query of a row of this warpgroup."""
         return tile.first + (place_of(tile.own[0], query_of(r) % TW) if ordered else query_of(r))
+
+    def rows_of(thread):
+        """A thread's two rows, by the layout that wgmma gives its results."""
+        first = thread // 32 * 16 + thread % 32 // 4
+        return first, first + 8
+
+    def boxes_of(selected, r):
+        """Bit x: whether row r takes box x."""
+        return reduce(lambda bits, x: bits | T.Select(selected(x, r), 1 << x, 0), boxes, 0)
 
     # What a step of the list says is read one step ahead, unless that takes too many registers.
     ahead = P <= 4
@@ -203,17 +235,20 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                 s[r, x * BX + j] = T.Select(j <= limit[r], s[r, x * BX + j], T.cast(-_INF, f32))
 
     @T.macro
-    def exponentiate(s, row, selected, scale, grown: T.Ref):
+    def exponentiate(thread, s, row, selected, scale, grown: T.Ref):
         """Scores to weights. ``selected(x, r)``: whether row r takes box x; None: all that are not -inf."""
         T.copy(row.m, row.m_old)
         if selected is None:
             T.reduce_max(s, row.tmp, dim=1, clear=True)
         else:
-            T.fill(row.tmp, -_INF)
-            for x in boxes:
-                T.reduce_max(s[:, x * BX : x * BX + BX], row.alpha, dim=1, clear=True)
-                for r in T.Parallel(ROWS):
-                    row.tmp[r] = T.max(row.tmp[r], T.Select(selected(x, r), row.alpha[r], T.cast(-_INF, f32)))
+            T.call_extern(
+                "handle",
+                f"sparse_attn_maxima<{BN}, {BX}>",
+                s.access_ptr("r"),
+                boxes_of(selected, rows_of(thread)[0]),
+                boxes_of(selected, rows_of(thread)[1]),
+                row.tmp.access_ptr("w"),
+            )
         for r in T.Parallel(ROWS):
             row.m[r] = T.Select((row.tmp[r] - row.m[r]) * scale > _LAZY, row.tmp[r], row.m[r])
         grown = 0
@@ -262,9 +297,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
                     ) * 0.6931471805599453
         for r in T.Parallel(ROWS):
             row.tmp[r] = T.Select(row.sum[r] == 0, T.cast(0, f32), 1.0 / row.sum[r])
-        # A thread's two rows, by the layout that wgmma gives its results.
-        r0 = thread // 32 * 16 + thread % 32 // 4
-        r1 = r0 + 8
+        r0, r1 = rows_of(thread)
         T.call_extern(
             "handle",
             f"sparse_attn_store<{DV}, {DVP}, {str(dtype == 'bfloat16').lower()}>",

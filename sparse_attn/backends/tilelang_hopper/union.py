@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .parts import COLUMNS, FIRST_BARRIER, STORE, WARPGROUP_ROWS, entry, parts, rings, row_state
+from .parts import COLUMNS, FIRST_BARRIER, PRELUDE, WARPGROUP_ROWS, entry, parts, rings, row_state
 from .plan import Tiles
 
 _INF = float("inf")
@@ -147,7 +147,7 @@ def union_kernel(tiles: Tiles, dtype: str):
                 if t == end - 1:
                     T.barrier_arrive(mem.q_free[w])
                 do.hide(s, limit, box_of, mask, tile, n)
-                do.exponentiate(s, row, None, n.scale, grown)
+                do.exponentiate(thread, s, row, None, n.scale, grown)
                 do.rescale(o, row, grown)
                 T.copy(s, p)
                 held = c
@@ -173,7 +173,9 @@ def union_kernel(tiles: Tiles, dtype: str):
                         T.barrier_arrive(mem.k_free[c & (KST - 1)])
                         if t == end - 1:  # the next tile's queries may come
                             T.barrier_arrive(mem.q_free[w])
-                        do.exponentiate(s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown)
+                        do.exponentiate(
+                            thread, s, row, lambda x, r: ((mask[x] >> do.query_of(r)) & 1) != 0, n.scale, grown
+                        )
                         # The fence, and a barrier's loop, keep ptxas from waiting for the product before that.
                         T.warpgroup_fence_operand(s, num_regs=WARPGROUP_ROWS * BN // 128)
                         T.barrier_wait(mem.v_ready[c & (VST - 1)], (c >> V_LOG) & 1)
@@ -271,4 +273,4 @@ def union_kernel(tiles: Tiles, dtype: str):
             elif thread < 128 * W + 64:
                 load_queries(mem, n, cta, grid)
 
-    return entry(tiles, dtype, 128 * (W + 1), run, "sparse_attn_union", STORE)
+    return entry(tiles, dtype, 128 * (W + 1), run, "sparse_attn_union", PRELUDE)
