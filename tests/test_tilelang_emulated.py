@@ -22,14 +22,14 @@ pytest.importorskip("tilelang")
 from sparse_attn.backends.tilelang_hopper import adapter, compiled
 from sparse_attn.backends.tilelang_hopper.adapter import TileLangBackend
 from sparse_attn.backends.tilelang_hopper.exact import exact_kernel
-from sparse_attn.backends.tilelang_hopper.plan import Tiles, exact_tiles, ordered_tiles, plan
+from sparse_attn.backends.tilelang_hopper.plan import Tiles, exact_tiles, plan
 from sparse_attn.backends.tilelang_hopper.union import union_kernel
 
 from .cases import CASES, Inputs, make
 from .conftest import hopper_is_here
 from .emulated import emulated, launched
 from .test_backends import assert_close, truth, truth_of_case
-from .test_tilelang import exact_tiles_of
+from .test_tilelang import exact_tiles_of, ordered_tiles_of, union_tiles_of
 
 pytestmark = [
     pytest.mark.skipif(hopper_is_here(), reason="a Hopper GPU is here: test_backends runs the cases on it"),
@@ -38,17 +38,7 @@ pytestmark = [
 
 
 # Beginnings of their names.
-ONCE_WRONG = ("unseen_keys", "keys_behind")
-
-
-def union_tiles_of(x: Inputs) -> Tiles | None:
-    """Tiles of the kernel that runs this on an H200, None if nothing is to be computed."""
-    B, Hq, N, D = x.q.shape
-    _, Hk, M, Dv = x.v.shape
-    topk = x.index.shape[3]
-    if 0 in (B, N, M, topk, Dv):
-        return None
-    return adapter._call(B, Hq, Hk, N, M, D, Dv, topk, x.block_size, 0, 132).tiles
+ONCE_WRONG = ("unseen_keys", "keys_behind", "loud_blocks")
 
 
 def by_kernel(tiles_of: Callable[[Inputs], Tiles | None]) -> list[Any]:
@@ -61,12 +51,6 @@ def by_kernel(tiles_of: Callable[[Inputs], Tiles | None]) -> list[Any]:
         pytest.param(name, marks=() if everything or users[tiles[name]] > 2 or name.startswith(ONCE_WRONG) else few)
         for name in sorted((name for name in CASES if tiles[name]), key=lambda name: tiles[name])
     ]
-
-
-def ordered_tiles_of(x: Inputs) -> Tiles | None:
-    """Tiles of the kernel that runs this on an H200, None if it takes queries only in their order."""
-    tiles = union_tiles_of(x)
-    return tiles and ordered_tiles(tiles, -(-x.k.shape[2] // x.block_size))
 
 
 def check(x: Inputs, kernel: str, case: str | None = None) -> None:
