@@ -2770,7 +2770,7 @@ if SECTION == "backends.tilelang_hopper":  # annotations are values
 # === sparse_attn/backends/tilelang_hopper/adapter.py =================================================================
 
 if SECTION == "backends.tilelang_hopper.adapter":
-    """The backend's object: what it can run, and the way from the operator's arguments to two launches."""
+    """The backend's object: what it can run, and the way from the operator's arguments to two launches, or three."""
 
     import contextlib
     import math
@@ -3161,8 +3161,8 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
         """The kernel that fills lists for tiles of one shape, to be compiled; lengths and strides are arguments of it.
 
         It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for
-        the tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first
-        only, for the second only. Where tiles are ordered, ``counts`` has their queries behind that, from ``order.py``.
+        the tile's query t), and of ``counts`` ``[B * Hk * tiles, tiles.facts]`` the first four: masked steps, steps for
+        both warpgroups, for the first only, for the second only. Where tiles are ordered, the rest says their queries.
         """
         TQ, BX, P = tiles.queries, tiles.box, tiles.BN // tiles.box
         HALF = TQ // tiles.warpgroups
@@ -3410,7 +3410,7 @@ if SECTION == "backends.tilelang_hopper.order":  # annotations are values
 
 
     def order_kernel(tiles: Tiles, index_dtype: str, words: int):
-        """The kernel that fills ``facts[:, 4:]`` of ``[B * Hk * tiles, 4 + warpgroups]``, to be compiled.
+        """The kernel that fills ``counts[:, 4:]`` of ``[B * Hk * tiles, 4 + warpgroups]``, to be compiled.
 
         A word has a byte for each of a warpgroup's queries, in ascending order: its place in the window. There are up to
         32 ``words`` blocks; other lengths are arguments of the kernel.
@@ -3472,7 +3472,7 @@ if SECTION == "backends.tilelang_hopper.order":  # annotations are values
         @T.prim_func
         def sparse_attn_order(
             index: T.StridedTensor([B, Hk, N, topk], [i_b, i_h, i_n, i_t], index_dtype),
-            facts: T.Tensor([lists, FACTS], i32),
+            counts: T.Tensor([lists, FACTS], i32),
             blocks: i32,
             block_size: i32,
             q_offset: i32,
@@ -3533,7 +3533,7 @@ if SECTION == "backends.tilelang_hopper.order":  # annotations are values
                         for t in T.unroll(G):
                             word = word | (found[t] << (8 * t))
                         if lane == 0:
-                            facts[row + group // W, 4 + group % W] = word
+                            counts[row + group // W, 4 + group % W] = word
                 elif first < N:
                     for z in T.serial((WINDOW // G + _LANES - 1) // _LANES):
                         query = (z * _LANES + lane) * G
@@ -3541,7 +3541,7 @@ if SECTION == "backends.tilelang_hopper.order":  # annotations are values
                             word = 0
                             for t in T.unroll(G):
                                 word = word | ((query + t) << (8 * t))
-                            facts[row + query // tiles.queries, 4 + query // G % W] = word
+                            counts[row + query // tiles.queries, 4 + query // G % W] = word
 
         return sparse_attn_order
 
@@ -4283,7 +4283,8 @@ __device__ __forceinline__ void sparse_attn_store(
 
         @T.macro
         def locate(place, turn, cta, grid, n):
-            """Of a block's item number ``turn``: list, batch entry, first head, key/value head, first query, valid heads.
+            """Of a block's item number ``turn``: list, batch entry, first head, key/value head, first query (of the window,
+            where tiles are ordered), valid heads.
 
             Items of ``n.together`` lists are taken together, the longest first, and dealt out there and back again: to the
             first block the longest, to the last the shortest, then the other way round. Blocks end at about the same time.

@@ -89,8 +89,8 @@ H20 = Gpu(
 )  # fmt: skip
 
 # Times on an H200 in ms, lowest and highest, from docs/performance.md: `union`, `ordered` and `exact` are the TileLang
-# backend's, without making lists, `mma` is the prototype in CUDA C++ (11 queries a tile, q read again for each block),
-# `gather` the Triton backend's, `dense` cuDNN.
+# backend's, without lists and order, `mma` is the prototype in CUDA C++ (11 queries a tile, q read again for each
+# block), `gather` the Triton backend's, `dense` cuDNN.
 MEASURED = {
     ("statement", "large-1", "random", "union"): (1.75, 1.85),
     ("statement", "large-1", "random", "exact"): (3.57, 3.58),

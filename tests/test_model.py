@@ -90,8 +90,8 @@ def test_queries_are_dealt_as_the_backend_does() -> None:
     expected = []
     while sets:
         union: set[int] = set()
-        for _ in range(4):
-            best = min(range(len(sets)), key=lambda i: (len(sets[i] - union) if union else 0, i))
+        for member in range(4):
+            best = min(range(len(sets)), key=lambda i: (len(sets[i] - union) if member else 0, i))
             union |= sets[best]
             expected.append(sets.pop(best))
     assert [set(row.nonzero().flatten().tolist()) for row in got[:128]] == expected

@@ -105,6 +105,8 @@ def test_list_kernels_compile(name: str, index_dtype: str) -> None:
     source = lower(block_lists_kernel(VARIANTS[name], index_dtype)).source
     assert "__syncthreads" not in source
     assert "__syncwarp" in source
+    if VARIANTS[name].ordered:  # which another kernel writes that may still be running
+        assert source.index("cudaGridDependencySynchronize") < source.index("counts[")
     if NVCC is None:
         pytest.skip("lowered; needs nvcc to be compiled")
     assert compile_source(source).spills == 0
@@ -291,7 +293,8 @@ def test_packed_blocks() -> None:
 @pytest.mark.parametrize(
     ("N", "M", "block_size", "topk", "g", "q_offset"),
     [(100, 100, 16, 5, 16, 0), (70, 90, 64, 3, 4, 30), (20, 300, 24, 9, 1, 290), (40, 64, 64, 3, 16, -10),
-     (9, 20000, 8, 12, 16, 19000), (300, 4096, 64, 20, 16, 3796), (64, 700, 256, 2, 64, 636)],
+     (9, 20000, 8, 12, 16, 19000), (300, 4096, 64, 20, 16, 3796), (64, 700, 256, 2, 64, 636),
+     (300, 1300, 320, 4, 16, 700), (300, 250, 320, 1, 16, -60), (260, 900, 48, 7, 20, 600)],
 )  # fmt: skip
 @pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("ordered", [False, True])
@@ -301,7 +304,9 @@ def test_block_lists(
     """Against sets and dictionaries in Python: what each list holds, and in which steps."""
     generator = torch.Generator().manual_seed(0)
     num_blocks = -(-M // block_size)
-    index = torch.randint(-2, num_blocks + 3, (2, 2, N, topk), generator=generator, dtype=torch.int32)
+    index = torch.randint(
+        -2, num_blocks + 3, (2, 2, N, topk), generator=generator, dtype=torch.int64 if ordered else torch.int32
+    )
     tiles = plan(g, D, D, block_size)
     T, P, BX, per_block = tiles.queries, tiles.BN // tiles.box, tiles.box, block_size // tiles.box
     count = -(-N // T)
@@ -313,8 +318,8 @@ def test_block_lists(
             pytest.skip("these tiles have adjacent queries only")
     counts = torch.full((4 * count, tiles.facts), -7, dtype=torch.int32, device=hopper)
     if ordered:
-        compiled.order(tiles, "int32", num_blocks)(index.to(hopper), counts, num_blocks, block_size, q_offset, count)
-    compiled.block_lists(tiles, "int32")(
+        compiled.order(tiles, "int64", num_blocks)(index.to(hopper), counts, num_blocks, block_size, q_offset, count)
+    compiled.block_lists(tiles, "int64" if ordered else "int32")(
         index.to(hopper), boxes, masks, counts, M, block_size, per_block, q_offset, count
     )
     boxes, masks, counts = (x.cpu().tolist() for x in (boxes, masks, counts))
@@ -392,7 +397,7 @@ def test_order(topk: int, blocks: int, hopper: torch.device) -> None:
                 group: list[int] = []
                 union: set[int] = set()
                 for _ in range(4):
-                    best = min(left, key=lambda i: (len(chosen[i] - union) if union else 0, i))
+                    best = min(left, key=lambda i: (len(chosen[i] - union) if group else 0, i))
                     left.remove(best)
                     group.append(best)
                     union |= chosen[best]
@@ -438,8 +443,13 @@ def test_exact_kernel(case: str, dtype: torch.dtype, device: torch.device, exact
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("case", [name for name in CASES if ordered_tiles_of(CASES[name].build(torch.float16))])
-def test_ordered(case: str, dtype: torch.dtype, device: torch.device, ordered_everywhere: None) -> None:
+def test_ordered(
+    case: str, dtype: torch.dtype, device: torch.device, ordered_everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordered, order = [], compiled.order
+    monkeypatch.setattr(compiled, "order", lambda *variant: ordered.append(variant) or order(*variant))
     assert_right("tilelang", CASES[case].build(dtype), truth_of_case(case, dtype), device)
+    assert ordered
 
 
 @on_hopper

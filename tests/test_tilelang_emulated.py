@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,13 +54,19 @@ def by_kernel(tiles_of: Callable[[Inputs], Tiles | None]) -> list[Any]:
     ]
 
 
-def check(x: Inputs, kernel: str, case: str | None = None) -> None:
+KERNELS = {
+    "union": ["block_lists", "union"],
+    "ordered": ["order", "block_lists", "union"],
+    "exact": ["block_lists", "exact"],
+}
+
+
+def check(x: Inputs, kernels: str, case: str | None = None) -> None:
     expected = truth(x) if case is None else truth_of_case(case, x.q.dtype)
     scale = x.q.shape[3] ** -0.5 if x.sm_scale is None else x.sm_scale
     launched.clear()
     out, lse = TileLangBackend()(*x.args[:5], scale, x.q_offset, True)
-    ordered = [] if launched[0] != "sparse_attn_order_kernel" else launched[:1]
-    assert launched == [*ordered, "sparse_attn_block_lists_kernel", f"sparse_attn_{kernel}_kernel"]
+    assert launched == [f"sparse_attn_{name}_kernel" for name in KERNELS[kernels]]
     assert_close(out, expected.out, expected.out_bound, "out")
     assert_close(lse, expected.lse, expected.lse_bound, "lse")
 
@@ -87,8 +94,19 @@ def test_maxima_that_grow(exact_everywhere: None) -> None:
 
 @pytest.mark.parametrize("case", by_kernel(ordered_tiles_of))
 def test_ordered(case: str, ordered_everywhere: None) -> None:
-    check(CASES[case].build(torch.float16), "union", case)
-    assert launched[0] == "sparse_attn_order_kernel"
+    check(CASES[case].build(torch.float16), "ordered", case)
+
+
+@pytest.mark.parametrize(
+    ("group", "D", "block_size", "q_offset"),
+    [(32, 64, 32, -40), (16, 256, 64, 90)],  # two queries to a warpgroup, two warpgroups; four, one
+)
+def test_ordered_in_windows(group: int, D: int, block_size: int, q_offset: int, ordered_everywhere: None) -> None:
+    """Two windows, and queries behind them; queries that see nothing; loud blocks of others; int64 ids."""
+    M = 300 + q_offset
+    x = make(torch.bfloat16, B=2, Hq=group, Hk=1, N=300, M=M, D=D, topk=4, block_size=block_size, q_offset=q_offset)
+    x.k[:, :, torch.arange(M) // block_size % 2 == 0] *= 8
+    check(replace(x, index=x.index.long()), "ordered")
 
 
 @pytest.mark.parametrize("case", ["contest_large1", "contest_large2_statement"])

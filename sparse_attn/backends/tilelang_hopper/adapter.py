@@ -1,4 +1,4 @@
-"""The backend's object: what it can run, and the way from the operator's arguments to two launches."""
+"""The backend's object: what it can run, and the way from the operator's arguments to two launches, or three."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
     """The kernel that fills lists for tiles of one shape, to be compiled; lengths and strides are arguments of it.
 
     It fills ``boxes`` and ``masks`` ``[B * Hk * tiles, capacity]``, numbers of boxes and masks of queries (bit t for
-    the tile's query t), and ``counts`` ``[B * Hk * tiles, 4]``: masked steps, steps for both warpgroups, for the first
-    only, for the second only. Where tiles are ordered, ``counts`` has their queries behind that, from ``order.py``.
+    the tile's query t), and of ``counts`` ``[B * Hk * tiles, tiles.facts]`` the first four: masked steps, steps for
+    both warpgroups, for the first only, for the second only. Where tiles are ordered, the rest says their queries.
     """
     TQ, BX, P = tiles.queries, tiles.box, tiles.BN // tiles.box
     HALF = TQ // tiles.warpgroups

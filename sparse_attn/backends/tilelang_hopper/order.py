@@ -34,7 +34,7 @@ def place_of(word, query):
 
 
 def order_kernel(tiles: Tiles, index_dtype: str, words: int):
-    """The kernel that fills ``facts[:, 4:]`` of ``[B * Hk * tiles, 4 + warpgroups]``, to be compiled.
+    """The kernel that fills ``counts[:, 4:]`` of ``[B * Hk * tiles, 4 + warpgroups]``, to be compiled.
 
     A word has a byte for each of a warpgroup's queries, in ascending order: its place in the window. There are up to
     32 ``words`` blocks; other lengths are arguments of the kernel.
@@ -96,7 +96,7 @@ def order_kernel(tiles: Tiles, index_dtype: str, words: int):
     @T.prim_func
     def sparse_attn_order(
         index: T.StridedTensor([B, Hk, N, topk], [i_b, i_h, i_n, i_t], index_dtype),
-        facts: T.Tensor([lists, FACTS], i32),
+        counts: T.Tensor([lists, FACTS], i32),
         blocks: i32,
         block_size: i32,
         q_offset: i32,
@@ -157,7 +157,7 @@ def order_kernel(tiles: Tiles, index_dtype: str, words: int):
                     for t in T.unroll(G):
                         word = word | (found[t] << (8 * t))
                     if lane == 0:
-                        facts[row + group // W, 4 + group % W] = word
+                        counts[row + group // W, 4 + group % W] = word
             elif first < N:
                 for z in T.serial((WINDOW // G + _LANES - 1) // _LANES):
                     query = (z * _LANES + lane) * G
@@ -165,6 +165,6 @@ def order_kernel(tiles: Tiles, index_dtype: str, words: int):
                         word = 0
                         for t in T.unroll(G):
                             word = word | ((query + t) << (8 * t))
-                        facts[row + query // tiles.queries, 4 + query // G % W] = word
+                        counts[row + query // tiles.queries, 4 + query // G % W] = word
 
     return sparse_attn_order

@@ -125,7 +125,8 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
 
     @T.macro
     def locate(place, turn, cta, grid, n):
-        """Of a block's item number ``turn``: list, batch entry, first head, key/value head, first query, valid heads.
+        """Of a block's item number ``turn``: list, batch entry, first head, key/value head, first query (of the window,
+        where tiles are ordered), valid heads.
 
         Items of ``n.together`` lists are taken together, the longest first, and dealt out there and back again: to the
         first block the longest, to the last the shortest, then the other way round. Blocks end at about the same time.
