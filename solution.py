@@ -3563,7 +3563,8 @@ if SECTION == "backends.tilelang_hopper.plan":
     # Below so many tiles, a kernel that splits the blocks of one query keeps more of the GPU busy.
     _FEW_TILES = 100
     # Below so many queries that share a block, a kernel for one query at a time multiplies less, for the same traffic. At
-    # 1.1 (65536 keys, 16 blocks of 64) this one was still 6 % faster than the Triton backend's; alone (decoding) it is not.
+    # 1.1 (65536 keys, 16 blocks of 64) this one was up to 6 % faster than the Triton backend's, or as fast. Alone
+    # (decoding) it is not.
     _LITTLE_SHARING = 1.05
 
     # What tells Hopper GPUs apart: how many FLOP of wgmma (fp16, dense) a multiprocessor does in a clock. No property says
