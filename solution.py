@@ -3194,7 +3194,7 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
                 for x in T.unroll(_AHEAD):
                     slot = (z * _AHEAD + x) * _LANES + lane
                     t = T.truncdiv(slot, topk)
-                    query = T.min(query_at(n, t), N)
+                    query = query_at(n, t)
                     ids[x] = -1
                     if t < TQ and query < N:
                         # Clamped before it is narrowed: an id may be any number.
@@ -3260,10 +3260,9 @@ if SECTION == "backends.tilelang_hopper.block_lists":  # annotations are values
                     places = SimpleNamespace(first_query=first_query, words=words)
                     first_position = query_at(places, 0)
                     last_position = query_at(places, TQ - 1)
-                    if tiles.ordered:
-                        for w in warpgroups:  # of which each has its queries in order
-                            first_position = T.min(first_position, query_at(places, w * HALF))
-                            last_position = T.max(last_position, query_at(places, w * HALF + (HALF - 1)))
+                    if tiles.ordered and tiles.warpgroups == 2:  # of which each has its queries in order
+                        first_position = T.min(first_position, query_at(places, HALF))
+                        last_position = T.max(last_position, query_at(places, HALF - 1))
                     first_position = first_position + q_offset
                     last_position = T.min(last_position, N - 1) + q_offset
                     stop = 0
@@ -3844,7 +3843,7 @@ __device__ __forceinline__ void sparse_attn_hide(float* s0, float* s1, float* s2
   }
 }
 
-__device__ __forceinline__ void sparse_attn_maxima(
+__device__ __forceinline__ void sparse_attn_column_maxima(
     const float* s0, const float* s1, const float* s2, const float* s3, float* exchange, int taken) {
   const float* const s[4] = {s0, s1, s2, s3};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
@@ -4044,7 +4043,7 @@ __device__ __forceinline__ void sparse_attn_stage(
                     )  # fmt: skip
                     if outgrown != 0:
                         T.call_extern(
-                            "handle", "sparse_attn_maxima", *(x.access_ptr("r") for x in s),
+                            "handle", "sparse_attn_column_maxima", *(x.access_ptr("r") for x in s),
                             T.address_of(mem.exchange[0, 0, 0]), mask[0],
                         )  # fmt: skip
                         T.sync_threads(FIRST_BARRIER, 128)
@@ -4187,7 +4186,7 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
     # time.
     PRELUDE = """
 template <int KEYS, int BOX>
-__device__ __forceinline__ void sparse_attn_maxima(const float* scores, int taken0, int taken1, float* maxima) {
+__device__ __forceinline__ void sparse_attn_row_maxima(const float* scores, int taken0, int taken1, float* maxima) {
   const float none = __int_as_float(0xff800000);
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -4403,7 +4402,7 @@ __device__ __forceinline__ void sparse_attn_store(
             else:
                 T.call_extern(
                     "handle",
-                    f"sparse_attn_maxima<{BN}, {BX}>",
+                    f"sparse_attn_row_maxima<{BN}, {BX}>",
                     s.access_ptr("r"),
                     boxes_of(selected, rows_of(thread)[0]),
                     boxes_of(selected, rows_of(thread)[1]),
@@ -4709,7 +4708,8 @@ if SECTION == "backends.tilelang_hopper.union":  # annotations are values
                 first = next_place[4]
                 for x in T.unroll(do.words):
                     words[x] = next_words[x]
-                own[0] = words[0]
+                if do.words == 1:
+                    own[0] = words[0]
                 if do.words == 2:
                     own[0] = T.Select(w == 0, words[0], words[1])
                 tile = SimpleNamespace(first=first, words=words, own=own)

@@ -70,7 +70,7 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
             for x in T.unroll(_AHEAD):
                 slot = (z * _AHEAD + x) * _LANES + lane
                 t = T.truncdiv(slot, topk)
-                query = T.min(query_at(n, t), N)
+                query = query_at(n, t)
                 ids[x] = -1
                 if t < TQ and query < N:
                     # Clamped before it is narrowed: an id may be any number.
@@ -136,10 +136,9 @@ def block_lists_kernel(tiles: Tiles, index_dtype: str):
                 places = SimpleNamespace(first_query=first_query, words=words)
                 first_position = query_at(places, 0)
                 last_position = query_at(places, TQ - 1)
-                if tiles.ordered:
-                    for w in warpgroups:  # of which each has its queries in order
-                        first_position = T.min(first_position, query_at(places, w * HALF))
-                        last_position = T.max(last_position, query_at(places, w * HALF + (HALF - 1)))
+                if tiles.ordered and tiles.warpgroups == 2:  # of which each has its queries in order
+                    first_position = T.min(first_position, query_at(places, HALF))
+                    last_position = T.max(last_position, query_at(places, HALF - 1))
                 first_position = first_position + q_offset
                 last_position = T.min(last_position, N - 1) + q_offset
                 stop = 0

@@ -90,7 +90,7 @@ __device__ __forceinline__ void sparse_attn_hide(float* s0, float* s1, float* s2
   }
 }
 
-__device__ __forceinline__ void sparse_attn_maxima(
+__device__ __forceinline__ void sparse_attn_column_maxima(
     const float* s0, const float* s1, const float* s2, const float* s3, float* exchange, int taken) {
   const float* const s[4] = {s0, s1, s2, s3};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
@@ -290,7 +290,7 @@ def exact_kernel(tiles: Tiles, dtype: str):
                 )  # fmt: skip
                 if outgrown != 0:
                     T.call_extern(
-                        "handle", "sparse_attn_maxima", *(x.access_ptr("r") for x in s),
+                        "handle", "sparse_attn_column_maxima", *(x.access_ptr("r") for x in s),
                         T.address_of(mem.exchange[0, 0, 0]), mask[0],
                     )  # fmt: skip
                     T.sync_threads(FIRST_BARRIER, 128)

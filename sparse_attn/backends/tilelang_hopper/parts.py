@@ -28,7 +28,7 @@ _VECTOR = 8
 # time.
 PRELUDE = """
 template <int KEYS, int BOX>
-__device__ __forceinline__ void sparse_attn_maxima(const float* scores, int taken0, int taken1, float* maxima) {
+__device__ __forceinline__ void sparse_attn_row_maxima(const float* scores, int taken0, int taken1, float* maxima) {
   const float none = __int_as_float(0xff800000);
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -244,7 +244,7 @@ def parts(tiles: Tiles, dtype: str) -> SimpleNamespace:
         else:
             T.call_extern(
                 "handle",
-                f"sparse_attn_maxima<{BN}, {BX}>",
+                f"sparse_attn_row_maxima<{BN}, {BX}>",
                 s.access_ptr("r"),
                 boxes_of(selected, rows_of(thread)[0]),
                 boxes_of(selected, rows_of(thread)[1]),

@@ -104,7 +104,8 @@ def union_kernel(tiles: Tiles, dtype: str):
             first = next_place[4]
             for x in T.unroll(do.words):
                 words[x] = next_words[x]
-            own[0] = words[0]
+            if do.words == 1:
+                own[0] = words[0]
             if do.words == 2:
                 own[0] = T.Select(w == 0, words[0], words[1])
             tile = SimpleNamespace(first=first, words=words, own=own)
