@@ -1589,9 +1589,18 @@ if SECTION == "backends.triton_cuda.call":
 
     def _descriptor(x: Tensor, rows: int, heads: int = 1) -> Any:
         """A TMA descriptor for tiles of so many rows, of so many heads."""
+        descriptor = object.__new__(TensorDescriptor)
+        descriptor.__dict__.update(_described(x.shape, x.stride(), x.dtype, rows, heads), base=x)
+        return descriptor
+
+
+    @lru_cache(maxsize=1024)
+    def _described(shape: Any, strides: Any, dtype: torch.dtype, rows: int, heads: int) -> dict[str, Any]:
+        """What a TMA descriptor has beside its tensor. Triton checks it at each one made by its constructor: 4 us."""
         # The stride of a dimension of length 1 may be anything, and is not used: it has to be one that TMA takes.
-        strides = [stride if length > 1 else 16 for length, stride in zip(x.shape[:3], x.stride(), strict=False)]
-        return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, padded(x.shape[3])])
+        strides = [stride if length > 1 else 16 for length, stride in zip(shape[:3], strides, strict=False)]
+        block = [1, heads, rows, padded(shape[3])]
+        return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides, 1], block))
 
 
     @lru_cache(maxsize=1024)
