@@ -262,11 +262,13 @@ def test_plan_by_shape() -> None:
         decode = plan(statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=128), gpu)
         assert decode.union is None
         assert decode.gather.splits == 1  # 128 programs
+        assert decode.gather.tma == gpu.is_hopper
         lonely = plan(statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=4), gpu)
         assert lonely.gather.splits == 8
         small = plan(Shape(torch.float16, 1, 16, 128, 128, 64, 64, 4, 32, 0), gpu)
         assert small == Plan(None, small.gather)
         assert small.gather.splits == 1  # one launch
+        assert not small.gather.tma  # nor descriptors, which take the host longer than the rest takes the device
 
 
 def test_large_tiles_shrink_with_shared_memory() -> None:
@@ -307,6 +309,7 @@ MAIN = {
     "dense": statement_large2(),
     "sparse": statement_large2(N=65536, M=65536, topk=16, heads=4),
     "decode": statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=4),
+    "decode_32": statement_large2(N=1, M=65536, topk=16, q_offset=65535, heads=128),
 }
 
 
