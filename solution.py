@@ -1941,8 +1941,9 @@ if SECTION == "backends.triton_cuda.plan":
     # What a kernel needs beside its tiles: barriers, exchange of reductions and of layouts.
     _RESERVED_BYTES = 4 * 1024
 
-    # Up to so many bytes of keys and values, reading them takes less than the launch. At the contest's small points (4 MiB),
-    # on an H200: 6.3 and 7.2 us without TMA and pairs of tiles, 6.7 and 8.0 with them, and 15 to 32 us less on the host.
+    # Up to so many bytes of keys and values, reading them takes less than the launch. At the contest's small points, which
+    # read 4 MiB, on an H200: 6.3 and 7.2 us without TMA and pairs of tiles, 6.7 and 8.0 with them, and 15 to 32 us less on
+    # the host.
     _FEW_BYTES = 2**23
 
     # Queries of one tile: each has a bit in a 32-bit mask.
