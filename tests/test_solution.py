@@ -51,7 +51,7 @@ def installed(package: str) -> bool:
 
 interpreted = pytest.mark.skipif(
     not installed("triton") or tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4),
-    reason=f"needs Triton and numpy < 2.4, from which on its interpreter fails, got numpy {np.__version__}",
+    reason=f"needs Triton, and for its interpreter numpy < 2.4: numpy is {np.__version__}",
 )
 
 

@@ -406,6 +406,13 @@ def test_calls_that_are_alike_are_compiled_alike() -> None:
     assert all(len(versions) == 1 for versions in by_key.values())
 
 
+def test_decoding_keeps_its_plan() -> None:
+    """While M grows, from nothing."""
+    shapes = [Shape(torch.float16, 32, 16, 1, M, 128, 128, 16, 64, M - 1) for M in range(1, 70000, 37)]
+    for gpu in GPUS.values():
+        assert len({plan(shape, gpu) for shape in shapes}) == 1
+
+
 @compiles
 def test_decoding_never_compiles_anew() -> None:
     versions = set()

@@ -175,7 +175,8 @@ def _described(shape: Any, strides: Any, dtype: torch.dtype, rows: int, heads: i
     # The stride of a dimension of length 1 may be anything, and is not used: it has to be one that TMA takes.
     strides = [stride if length > 1 else 16 for length, stride in zip(shape[:3], strides, strict=False)]
     block = [1, heads, rows, padded(shape[3])]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides, 1], block))
+    fields = vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides, 1], block))
+    return {name: value for name, value in fields.items() if name != "base"}
 
 
 @lru_cache(maxsize=1024)

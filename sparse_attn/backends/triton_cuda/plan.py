@@ -18,10 +18,10 @@ _LEAST_SHARED_KIB = 99
 # What a kernel needs beside its tiles: barriers, exchange of reductions and of layouts.
 _RESERVED_BYTES = 4 * 1024
 
-# Up to so many bytes of keys and values, reading them takes less than the launch. At the contest's small points, which
-# read 4 MiB, on an H200: 6.3 and 7.2 us without TMA and pairs of tiles, 6.7 and 8.0 with them, and 15 to 32 us less on
-# the host.
-_FEW_BYTES = 2**23
+# What a program reads of keys and values, up to which it is over before the host would have made TMA descriptors. At
+# the contest's small points (32 and 64 KiB), on an H200: 6.3 and 7.2 us without TMA and pairs of tiles, 6.7 and 8.0
+# with them, and 10 to 40 us less on the host.
+_FEW_BYTES = 2**16
 
 # Queries of one tile: each has a bit in a 32-bit mask.
 MAX_QUERIES = 32
@@ -186,12 +186,10 @@ def gather_tiles(shape: Shape, gpu: Gpu) -> Gather:
     if shape.dtype == torch.float32:
         tiles = Gather(R, 16, 16, 4, 1)
     elif programs < 4 * gpu.sms and R == 16 and not wide:
-        # Few programs: each must keep as many bytes under way as its SM's share of the bandwidth asks for. Unless there
-        # are so few that the device is done before the host has made TMA descriptors.
-        keys = min(shape.M, shape.topk * shape.block_size)
-        read = programs * keys * (shape.D + shape.Dv) * torch.finfo(shape.dtype).bits // 8
+        # Few programs: each must keep as many bytes under way as its SM's share of the bandwidth asks for, if it has
+        # many to read. For sm_80, 64 keys of 128 features are more than fits into registers, where blocks are not split.
+        read = shape.topk * shape.block_size * (shape.D + shape.Dv) * torch.finfo(shape.dtype).bits // 8
         tma = gpu.is_hopper and read > _FEW_BYTES
-        # Without wgmma, ptxas spills a few words in each step of 64 keys.
         tiles = Gather(R, 64, 16, 4, 3, tma, pairs=tma) if gpu.is_hopper else Gather(R, 32, 16, 4, 4)
     elif gpu.is_hopper:
         tiles = Gather(R, 32, 16, max(1, R // 16) * (2 if wide else 1), 3, tma=True)
