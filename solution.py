@@ -2111,7 +2111,7 @@ if SECTION == "backends.triton_cuda.plan":
             tiles = Gather(R, 16, 16, 4, 1)
         elif programs < 4 * gpu.sms and R == 16 and not wide:
             # Few programs: each must keep as many bytes under way as its SM's share of the bandwidth asks for, if it has
-            # many to read. For sm_80, 64 keys of 128 features are more than fits into registers, where blocks are not split.
+            # many to read. Of sm_80, 64 keys of 128 features spill where blocks are not split.
             read = shape.topk * shape.block_size * (shape.D + shape.Dv) * torch.finfo(shape.dtype).bits // 8
             tma = gpu.is_hopper and read > _FEW_BYTES
             tiles = Gather(R, 64, 16, 4, 3, tma, pairs=tma) if gpu.is_hopper else Gather(R, 32, 16, 4, 4)
