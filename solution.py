@@ -1942,9 +1942,9 @@ if SECTION == "backends.triton_cuda.plan":
     # What a kernel needs beside its tiles: barriers, exchange of reductions and of layouts.
     _RESERVED_BYTES = 4 * 1024
 
-    # What a program reads of keys and values, up to which it is over before the host would have made TMA descriptors. At
-    # the contest's small points (32 and 64 KiB), on an H200: 6.3 and 7.2 us without TMA and pairs of tiles, 6.7 and 8.0
-    # with them, and 10 to 40 us less on the host.
+    # Bytes of keys and values that are read for one query, up to which few programs are over before the host would have
+    # made TMA descriptors. At the contest's small points (32 and 64 KiB), on an H200: 6.3 and 7.2 us without TMA and pairs
+    # of tiles, 6.7 and 8.0 with them, and 10 to 40 us less on the host.
     _FEW_BYTES = 2**16
 
     # Queries of one tile: each has a bit in a 32-bit mask.
