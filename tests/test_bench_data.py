@@ -88,10 +88,10 @@ def test_index_in_chunks_obeys_the_same_rule(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("set_name", cases.SETS)
 def test_large_index_is_made_and_counted_in_seconds(set_name: str) -> None:
     (point,) = cases.points(set_name, ["large-2"])
-    start = time.perf_counter()
+    start = time.process_time()  # of all threads: a busy machine makes it no longer
     selected = counts.selected_flop(point, cases.make_index(point, "random", CPU, seed=0))
     cases.make_index(point, "local", CPU, seed=0)
-    assert time.perf_counter() - start < 15
+    assert time.process_time() - start < 15
     assert selected / 1e12 == pytest.approx({"statement": 3.825, "handout": 1.644}[set_name], rel=2e-3)
 
 

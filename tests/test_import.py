@@ -63,12 +63,16 @@ print(sparse_attn.explain(q, q[:, :2], q[:, :2], torch.zeros(1, 2, 8, 1, dtype=t
     )
 
 
-def test_import_is_quick() -> None:
-    """Under 50 ms beyond torch, in one of up to ten fresh processes, since the machine may be busy."""
-    code = "import torch, time; t = time.perf_counter(); import sparse_attn; print(time.perf_counter() - t)"
-    took = []
-    while len(took) < 10 and min(took, default=1) >= 0.050:
-        took.append(float(fresh(code)))
+def test_import_is_quick(tmp_path: Path) -> None:
+    """Under 50 ms of processor time beyond torch, in one of up to ten fresh processes: the machine may be busy.
+
+    With byte code, which pip makes when it installs: the first process writes it.
+    """
+    code = "import torch, time; t = time.process_time(); import sparse_attn; print(time.process_time() - t)"
+    byte_code = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    took = [float(fresh(code, **byte_code))]
+    while len(took) < 10 and min(took) >= 0.050:
+        took.append(float(fresh(code, **byte_code)))
     assert min(took) < 0.050
 
 

@@ -41,19 +41,24 @@ def test_list_shows_every_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("code", "timeout_s", "why"),
     [
-        ("print('a word', file=sys.stderr); sys.exit('needs a device')", "exit status 1: needs a device"),
-        ("os.abort()", "ended by SIGABRT"),
-        ("time.sleep(60)", "no result within 1 s"),
-        ("open(sys.argv[-1], 'w').write('{')", "it cannot be read"),
-        (f"sys.exit('no file {ROOT}/bench/x.py')", "exit status 1: no file ./bench/x.py"),
+        ("print('a word', file=sys.stderr); sys.exit('needs a device')", 60.0, "exit status 1: needs a device"),
+        ("os.abort()", 60.0, "ended by SIGABRT"),
+        ("time.sleep(600)", 1.0, "no result within 1 s"),
+        ("open(sys.argv[-1], 'w').write('{')", 60.0, "it cannot be read"),
+        (f"sys.exit('no file {ROOT}/bench/x.py')", 60.0, "exit status 1: no file ./bench/x.py"),
     ],
 )
 def test_a_run_that_fails_costs_its_rows_and_is_shown(
-    code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: str,
+    timeout_s: float,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(claims, "RUNS", (Run("local", "breaks", "--x", 1.0), *claims.RUNS[:2]))
+    monkeypatch.setattr(claims, "RUNS", (Run("local", "breaks", "--x", timeout_s), *claims.RUNS[:2]))
     whole = merged(LARGE[0], LARGE[1])
     proof._write(whole, tmp_path)
     processes(monkeypatch, code)
@@ -69,12 +74,15 @@ def test_a_run_that_fails_costs_its_rows_and_is_shown(
 
 def test_a_run_that_is_ended_takes_its_processes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = tmp_path / "pid"
-    code = (
-        f"import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nopen({str(pid)!r}, 'w').write(str(child.pid))\n"
-    )
-    processes(monkeypatch, code + "time.sleep(60)")
+    code = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+open({str(pid)!r}, "w").write(str(child.pid))
+time.sleep(600)
+"""
+    processes(monkeypatch, code)
     with pytest.raises(RuntimeError, match="no result within"):
-        proof.measure(Run("statement", "", "", 2.0))
+        proof.measure(Run("statement", "", "", 5.0))  # time enough for Python to start on a busy machine
     child = Path("/proc") / pid.read_text()
     for _ in range(100):
         # Where nobody reaps it, it stays as a zombie.
