@@ -4180,6 +4180,7 @@ if SECTION == "backends.tilelang_hopper.parts":  # annotations are values
     from types import SimpleNamespace
 
     import tilelang.language as T
+    from tilelang.layout import Fragment
 
     from .order import place_of
     from .plan import WINDOW, Tiles
@@ -4291,6 +4292,13 @@ __device__ __forceinline__ void sparse_attn_store(
             first = thread // 32 * 16 + thread % 32 // 4
             return first, first + 8
 
+        # The same from rows to threads, four of which have each. TileLang would find it, by trying every loop as the one
+        # that all others follow, which takes as long as all else that it does with the kernel.
+        layout = Fragment([ROWS], lambda r, copy: (r // 16 * 32 + r % 8 * 4 + copy, r % 16 // 8), replicate=4)
+
+        def rows():
+            return T.Parallel(ROWS, loop_layout=layout)
+
         def boxes_of(selected, r):
             """Bit x: whether row r takes box x."""
             return reduce(lambda bits, x: bits | T.Select(selected(x, r), 1 << x, 0), boxes, 0)
@@ -4399,7 +4407,7 @@ __device__ __forceinline__ void sparse_attn_store(
             hidden = T.alloc_var(i32)
             for x in boxes:
                 whereabouts(block, start, hidden, box_of(x), mask[x], tile, n)
-                for r in T.Parallel(ROWS):
+                for r in rows():
                     limit[r] = T.Select(
                         ((mask[x] >> query_of(r)) & 1) != 0,
                         T.min(
@@ -4426,15 +4434,15 @@ __device__ __forceinline__ void sparse_attn_store(
                     boxes_of(selected, rows_of(thread)[1]),
                     row.tmp.access_ptr("w"),
                 )
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 row.m[r] = T.Select((row.tmp[r] - row.m[r]) * scale > _LAZY, row.tmp[r], row.m[r])
             grown = 0
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 grown = grown | T.Select(row.m[r] > row.m_old[r], 1, 0)
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 row.shift[r] = T.Select(row.m[r] == -_INF, T.cast(0, f32), row.m[r] * scale)
             # Exactly 1 where the maximum stays: what exp2 of a rounding error would give instead adds up over many steps.
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 row.alpha[r] = T.Select(
                     row.m[r] > row.m_old[r], T.exp2(row.m_old[r] * scale - row.shift[r]), T.cast(1, f32)
                 )
@@ -4443,12 +4451,12 @@ __device__ __forceinline__ void sparse_attn_store(
                     s[r, j] = T.exp2(s[r, j] * scale - row.shift[r])
             else:  # weights of 0 by what is subtracted, not by a mask over all scores
                 for x in boxes:
-                    for r in T.Parallel(ROWS):
+                    for r in rows():
                         row.tmp[r] = T.Select(selected(x, r), row.shift[r], T.cast(_INF, f32))
                     for r, j in T.Parallel(ROWS, BX):
                         s[r, x * BX + j] = T.exp2(s[r, x * BX + j] * scale - row.tmp[r])
             T.reduce_sum(s, row.tmp, dim=1)
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 row.sum[r] = row.sum[r] * row.alpha[r] + row.tmp[r]
 
         @T.macro
@@ -4464,15 +4472,15 @@ __device__ __forceinline__ void sparse_attn_store(
 
             A query whose bit in ``seen`` is not set took no box: 0 and -inf, whatever it holds. Its maximum is -inf.
             """
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 row.sum[r] = T.Select(((seen >> query_of(r)) & 1) != 0, row.sum[r], T.cast(0, f32))
             if n.want_lse != 0:
-                for r in T.Parallel(ROWS):
+                for r in rows():
                     if head_of(r) < heads and query_of_row(tile, r) < n.N:
                         mem.lse[b, head + head_of(r), query_of_row(tile, r)] = (
                             row.m[r] * n.scale + T.log2(row.sum[r])
                         ) * 0.6931471805599453
-            for r in T.Parallel(ROWS):
+            for r in rows():
                 row.tmp[r] = T.Select(row.sum[r] == 0, T.cast(0, f32), 1.0 / row.sum[r])
             r0, r1 = rows_of(thread)
             T.call_extern(
