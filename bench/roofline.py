@@ -1,9 +1,9 @@
 """How far a time is from what the device can do: measured ceilings, percentages of them, and which of them bounds it.
 
 The ceilings are measured on the device of the run and in its dtype, once, with the default timer: a product of two
-square matrices of random numbers (8192 x 8192; 512 on a CPU), and a copy of a buffer (1 GiB; 64 MiB on a CPU) whose
-bytes count twice, read and written. A kernel that uses other units than torch's product does (TF32 for fp32) may pass
-100 %. Of a row:
+square matrices of random numbers (8192 x 8192), and a copy of a buffer (1 GiB) whose bytes count twice, read and
+written. On a CPU they are 512 x 512, in fp32, since its products in fp16 may be a hundredth as fast, and 64 MiB. A
+kernel that uses other units than torch's product does (TF32 for fp32) may pass 100 %. Of a row:
 
 * ``matmul_percent``: selected FLOP / time, of the product's FLOP/s;
 * ``copy_percent``: compulsory bytes (:func:`bench.counts.compulsory_bytes`) / time, of the copy's bytes/s;
@@ -56,6 +56,7 @@ class Place(NamedTuple):
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure both ceilings. Needs 2 GiB of free memory on an accelerator, 128 MiB on a CPU."""
     on_cpu = device.type == "cpu"
+    dtype = torch.float32 if on_cpu else dtype
     n, size = (_MATMUL_CPU, _COPY_CPU) if on_cpu else (_MATMUL, _COPY)
     rep = _REP_MS / 5 if on_cpu else _REP_MS
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))

@@ -228,7 +228,7 @@ def test_ceilings_are_measured_once_and_told(
         return measured[-1]
 
     monkeypatch.setattr(run, "measure_ceilings", once)
-    arguments = [*SHAPE, *QUICK[:-1], "--dtype", "float32", "--sweep", "N=32,48", "--backend", "reference"]
+    arguments = [*SHAPE, *QUICK[:-1], "--dtype", "float16", "--sweep", "N=32,48", "--backend", "reference"]
     assert main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (ceilings,) = measured

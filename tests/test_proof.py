@@ -81,12 +81,23 @@ open({str(pid)!r}, "w").write(str(child.pid))
 time.sleep(600)
 """
     processes(monkeypatch, code)
+    wait = subprocess.Popen.wait
+
+    def wait_for_child(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        """Its time is over once the child runs."""
+        while timeout is not None and not (pid.exists() and pid.read_text()) and process.poll() is None:
+            time.sleep(0.05)
+        return wait(process, timeout and 0.0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_child)
     with pytest.raises(RuntimeError, match="no result within"):
-        proof.measure(Run("statement", "", "", 5.0))  # time enough for Python to start on a busy machine
-    child = Path("/proc") / pid.read_text()
-    for _ in range(100):
-        # Where nobody reaps it, it stays as a zombie.
-        if not child.exists() or "State:\tZ" in (child / "status").read_text():
+        proof.measure(Run("statement", "", "", 60.0))
+    status = Path("/proc", pid.read_text(), "status")
+    for _ in range(600):
+        try:
+            if "State:\tZ" in status.read_text():  # where nobody reaps it, it stays as a zombie
+                return
+        except (FileNotFoundError, ProcessLookupError):
             return
         time.sleep(0.05)
     pytest.fail("the child runs on")

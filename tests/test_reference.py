@@ -26,7 +26,7 @@ def _reference_only() -> object:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Inputs:
+def problems(draw: st.DrawFn, largest_scale: float = 2.0) -> Inputs:
     """Any valid problem that is small: lengths, groups, features, offsets, and ids of all kinds."""
     B, Hk, g = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     N, M = draw(st.integers(0, 40)), draw(st.integers(0, 60))
@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> Inputs:
     index = torch.randint(-2, nb + 2, (B, Hk, N, topk), generator=generator)
     q, k, v = (torch.randn(B, h, n, d, generator=generator) for h, n, d in ((Hk * g, N, D), (Hk, M, D), (Hk, M, Dv)))
     integer = draw(st.sampled_from([torch.int32, torch.int64]))
-    scale = draw(st.one_of(st.none(), st.floats(-2, 2, allow_subnormal=False)))
+    scale = draw(st.one_of(st.none(), st.floats(-largest_scale, largest_scale, allow_subnormal=False)))
     return Inputs(q, k, v, index.to(integer), block_size, scale, draw(st.integers(-50, 80)))
 
 
@@ -52,8 +52,9 @@ def test_equals_dense_attention(x: Inputs) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(problems())
+@given(problems(largest_scale=1.0))
 def test_gradients_equal_those_of_dense_attention(x: Inputs) -> None:
+    """The tolerance is twice what roundings come to at most; they grow with the square of the scale."""
     mine = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     truth64 = [t.double().requires_grad_() for t in (x.q, x.k, x.v)]
     y = replace(x, q=mine[0], k=mine[1], v=mine[2])
