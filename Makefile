@@ -16,19 +16,23 @@ endif
 bench: $(READY)
 	$(RUN) -m bench --size small
 
+# There is a process for each core, and torch's threads of one would spin where those of another could run.
+test test-ascend: export OMP_WAIT_POLICY ?= PASSIVE
+XDIST := -n auto --dist worksteal
+
 # Once as it is, and, where there is no GPU, the Triton kernels once more, in Triton's interpreter. In both on all cores.
 test: $(READY)
-	$(RUN) -m pytest -n auto $(ARGS)
+	$(RUN) -m pytest $(XDIST) $(ARGS)
 	$(RUN) -c 'import torch; raise SystemExit(torch.cuda.is_available())' || exit 0; \
-	TRITON_INTERPRET=1 SPARSE_ATTN_TEST_REQUIRE=triton $(RUN) -m pytest -n auto --backend triton \
+	TRITON_INTERPRET=1 SPARSE_ATTN_TEST_REQUIRE=triton $(RUN) -m pytest $(XDIST) --backend triton \
 	tests/test_backends.py tests/test_triton.py tests/test_stress.py $(ARGS)
 
 # The Ascend 910B backends, without one: two environments of their own, and LLVM 19's tools. See docs/ascend.md.
 ASCEND := .venv-ascend
 NPU := .venv-npu
 test-ascend: $(ASCEND)/.ready $(NPU)/.ready
-	TRITON_INTERPRET=1 $(ASCEND)/bin/python -m pytest -n auto tests/ascend/test_interpreted.py $(ARGS)
-	SPARSE_ATTN_ASCENDNPU_IR=$(CURDIR)/$(ASCEND)/compilers $(ASCEND)/bin/python -m pytest -n auto \
+	TRITON_INTERPRET=1 $(ASCEND)/bin/python -m pytest $(XDIST) tests/ascend/test_interpreted.py $(ARGS)
+	SPARSE_ATTN_ASCENDNPU_IR=$(CURDIR)/$(ASCEND)/compilers $(ASCEND)/bin/python -m pytest $(XDIST) \
 	tests/ascend/test_linalg.py tests/ascend/test_compiles.py tests/ascend/test_traffic.py $(ARGS)
 	LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/cann TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU)/bin/python -m pytest \
 	tests/ascend/test_torch_npu_schema.py $(ARGS)

@@ -393,9 +393,9 @@ template <int layout, int leading, int stride, typename T> void initialize_wgmma
 }
 template <typename T> void increase_descriptor_offset(GmmaDescriptor& d, T bytes) { d.words[0] += bytes >> 4; }
 
-// 8 values that lie together, of an operand in shared memory: of column ``at`` (MAJOR: of rows ``at``) and 7 behind.
-// The other index is ``line``. With MAJOR false k runs along a line, else rows (of A) or columns (of B) do.
-template <typename T, bool MAJOR> void load8(uint64_t bits, int line, int at, float* out) {
+// Values that lie together, of an operand in shared memory: of column ``at`` (MAJOR: of rows ``at``) and those behind, up
+// to 8. The other index is ``line``. With MAJOR false k runs along a line, else rows (of A) or columns (of B) do.
+template <typename T, int COUNT> void load(uint64_t bits, int line, int at, float* out) {
   GmmaDescriptor d;
   d.bits = bits;
   const int width = d.field.layout == 1 ? 128 : d.field.layout == 2 ? 64 : 32, swizzle = width / 16 - 1;
@@ -403,36 +403,33 @@ template <typename T, bool MAJOR> void load8(uint64_t bits, int line, int at, fl
   byte += line / 8 * (size_t(d.field.stride) << 4) + line % 8 * width;  // groups of 8 lines
   byte += at * 2 / width * (size_t(d.field.leading) << 4) + at * 2 % width;
   byte ^= (byte >> 7 & swizzle) << 4;
-  T values[8];
-  std::memcpy(values, emulated::shared_memory + byte % emulated::SHARED, 16);
-  for (int i = 0; i < 8; ++i) out[i] = values[i];
+  T values[COUNT];
+  std::memcpy(values, emulated::shared_memory + byte % emulated::SHARED, sizeof values);
+  for (int i = 0; i < COUNT; ++i) out[i] = values[i];
 }
 
-// N x 16 of B, as floats: b[k][n].
-template <typename T, int N, bool MAJOR> void load_b(uint64_t desc, float (*b)[N]) {
-  float x[8];
-  if constexpr (MAJOR) {
-    for (int k = 0; k < 16; ++k)
-      for (int n = 0; n < N; n += 8) load8<T, true>(desc, k, n, b[k] + n);
-  } else {
-    for (int n = 0; n < N; ++n)
-      for (int k = 0; k < 16; k += 8) {
-        load8<T, false>(desc, n, k, x);
-        for (int i = 0; i < 8; ++i) b[k + i][n] = x[i];
-      }
-  }
-}
-
-template <int N> void multiply(const float (*a)[16], const float (*b)[N], float* c, bool add) {
+// c += a * b: 2 rows of a thread, and of the columns the 2 of every 8 that are its own.
+template <typename T, int N, bool MAJOR> void multiply(const float (*a)[16], uint64_t desc_b, float* c, bool add) {
   const int lane = threadIdx.x % 32;
-  for (int r = 0; r < 2; ++r) {
-    float sums[N] = {};
-    for (int k = 0; k < 16; ++k)
-      for (int n = 0; n < N; ++n) sums[n] += a[r][k] * b[k][n];
-    for (int n = 0; n < N; n += 8)
+  for (int n = 0; n < N; n += 8) {
+    const int column = n + lane % 4 * 2;
+    float b[2][16];
+    if constexpr (MAJOR) {
+      for (int k = 0; k < 16; ++k) {
+        float x[2];
+        load<T, 2>(desc_b, k, column, x);
+        b[0][k] = x[0], b[1][k] = x[1];
+      }
+    } else {
+      for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < 16; k += 8) load<T, 8>(desc_b, column + i, k, b[i] + k);
+    }
+    for (int r = 0; r < 2; ++r)
       for (int i = 0; i < 2; ++i) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += a[r][k] * b[i][k];
         float& x = c[n / 2 + r * 2 + i];
-        x = (add ? x : 0.f) + sums[n + lane % 4 * 2 + i];
+        x = (add ? x : 0.f) + sum;
       }
   }
 }
@@ -443,15 +440,14 @@ void wgmma_ss(uint64_t desc_a, uint64_t desc_b, uint32_t* c, bool add) {
   using T = std::conditional_t<A == DataType::kBFloat16, bfloat16_t, half_t>;
   issue([=] {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    float a[2][16], b[16][N], x[8];
+    float a[2][16];
     for (int r = 0; r < 2; ++r)
       if constexpr (MAJOR_A) {
-        for (int k = 0; k < 16; ++k) load8<T, true>(desc_a, k, (row + 8 * r) / 8 * 8, x), a[r][k] = x[row % 8];
+        for (int k = 0; k < 16; ++k) load<T, 1>(desc_a, k, row + 8 * r, a[r] + k);
       } else {
-        for (int k = 0; k < 16; k += 8) load8<T, false>(desc_a, row + 8 * r, k, a[r] + k);
+        for (int k = 0; k < 16; k += 8) load<T, 8>(desc_a, row + 8 * r, k, a[r] + k);
       }
-    load_b<T, N, MAJOR_B>(desc_b, b);
-    multiply<N>(a, b, reinterpret_cast<float*>(c), add);
+    multiply<T, N, MAJOR_B>(a, desc_b, reinterpret_cast<float*>(c), add);
   });
 }
 
@@ -461,7 +457,7 @@ void wgmma_rs(const uint32_t* registers, uint64_t desc_b, uint32_t* c, bool add)
   using T = std::conditional_t<A == DataType::kBFloat16, bfloat16_t, half_t>;
   issue([=] {
     const int lane = threadIdx.x % 32;
-    float a[2][16], b[16][N];
+    float a[2][16];
     for (int r = 0; r < 2; ++r)
       for (int half = 0; half < 2; ++half)
         for (int j = 0; j < 4; ++j) {
@@ -469,8 +465,7 @@ void wgmma_rs(const uint32_t* registers, uint64_t desc_b, uint32_t* c, bool add)
           a[r][half * 8 + j * 2] = emulated::from_bits<T>(pair & 0xffff);
           a[r][half * 8 + j * 2 + 1] = emulated::from_bits<T>(pair >> 16);
         }
-    load_b<T, N, MAJOR_B>(desc_b, b);
-    multiply<N>(a, b, reinterpret_cast<float*>(c), add);
+    multiply<T, N, MAJOR_B>(a, desc_b, reinterpret_cast<float*>(c), add);
   });
 }
 
