@@ -54,7 +54,7 @@ def test_equals_dense_attention(x: Inputs) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(largest_scale=1.0))
 def test_gradients_equal_those_of_dense_attention(x: Inputs) -> None:
-    """The tolerance is twice what roundings come to at most; they grow with the square of the scale."""
+    """The tolerance is about twice what roundings come to; they grow with the square of the scale."""
     mine = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     truth64 = [t.double().requires_grad_() for t in (x.q, x.k, x.v)]
     y = replace(x, q=mine[0], k=mine[1], v=mine[2])
